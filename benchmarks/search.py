@@ -232,8 +232,8 @@ def search_case(case: Case, stored: Mapping[str, Any], pictures: Path | None) ->
     """Searches the space of a case, and prints the winner next to the best of all candidates."""
 
     from partitioning.hardware import CHIPS
+    from train.planning.forecasts import predict_step
     from train.planning.frontier import draw_search
-    from train.planning.predictions import predict_step
     from train.planning.searching import Prediction, search
     from train.planning.tables import summary_lines
 

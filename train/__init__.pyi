@@ -12,7 +12,7 @@ from train.objectives import (
     Supervised as Supervised,
 )
 from train.optimizers import Optimizer as Optimizer
-from train.processes.interrupted import Interrupted as Interrupted
+from train.processes.signals import Interrupted as Interrupted
 from train.running.evaluation import evaluate as evaluate
 from train.running.stopping import (
     EarlyStopping as EarlyStopping,

@@ -1,8 +1,10 @@
 """Errors that a user can fix, explained in one line."""
 
+import contextlib
 import importlib
 import os
 import re
+from collections.abc import Iterator
 from typing import Any, Literal
 
 # What a run does if its checkpoints or its metrics cannot be written.
@@ -56,6 +58,22 @@ def describe_error(error: Exception) -> str:
     if not isinstance(error, OSError) or error.strerror is None:
         return first_line(error)
     return error.strerror if error.filename is None else f'{error.strerror}: {error.filename}'
+
+
+@contextlib.contextmanager
+def writing(place: str) -> Iterator[None]:
+    """Says which place cannot be written, if the body fails to write it.
+
+    Args:
+      place: the setting and its value, such as 'MODEL_DIR runs/mine'.
+
+    Raises:
+      ConfigError: in place of an OSError of the body.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f'{place} cannot be written: {error.strerror or error}') from error
 
 
 def import_optional(module: str, extra: str, user: str) -> Any:

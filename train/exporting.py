@@ -57,6 +57,8 @@ def export_program(
     Raises:
       ConfigError: if the folder contains a program, or if the function cannot be exported.
     """
+    import orbax.checkpoint as ocp
+
     folder = absolute(as_path('the folder of the program', folder))
     if (folder / DESCRIPTION).exists():
         raise ConfigError(f'{folder} contains a program already: use another folder')
@@ -72,7 +74,8 @@ def export_program(
         **(description or {}),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    _save_arrays(folder / PARAMETERS, params)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(folder / PARAMETERS, args=ocp.args.PyTreeSave(params))
     if jax.process_index() == 0:
         (folder / PROGRAM).write_bytes(exported.serialize())
         (folder / DESCRIPTION).write_text(json.dumps(written, indent=1) + '\n')
@@ -109,13 +112,6 @@ def _describe(x: Any, *rows: int | None) -> dict[str, Any]:
     """The shape and dtype of an array, as JSON data. None is a number that the caller decides."""
     shape = [size if isinstance(size, int) else None for size in (*rows, *x.shape)]
     return {'shape': shape, 'dtype': str(x.dtype)}
-
-
-def _save_arrays(folder: epath.Path, params: Any) -> None:
-    import orbax.checkpoint as ocp
-
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(folder, args=ocp.args.PyTreeSave(params))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import termios
 import threading
 import time
 
-from train.processes import interrupted, signals
+from train.processes import signals
 
 LINE = 'meshwright train mine'
 
@@ -97,8 +97,8 @@ SCENARIOS = {
 
 if __name__ == '__main__':
     signals.handle_until_exit()
-    interrupted.SECONDS_TO_CLEAN_UP = 0.1
-    interrupted.SECONDS_OF_ONE_REQUEST = 0.0
+    signals.SECONDS_TO_CLEAN_UP = 0.1
+    signals.SECONDS_OF_ONE_REQUEST = 0.0
 
     from train.cli.interruption import run_until_signal
 

@@ -24,8 +24,8 @@ from partitioning import PjitPartitioner
 from train import Supervised, TrainConfig, checkpoints, train
 from train.checkpoints import CheckpointConfig, complete_steps
 from train.data import Examples
-from train.processes import interrupted as watched, signals
-from train.processes.interrupted import SIGNALS, Interrupted
+from train.processes import signals
+from train.processes.signals import SIGNALS, Interrupted
 from train.reporting.writers import JsonWriter
 from train.running import programs, run as run_module
 
@@ -218,7 +218,7 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(
 
 
 def test_a_second_signal_of_a_program_raises_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(watched, 'SECONDS_OF_ONE_REQUEST', 0.0)
+    monkeypatch.setattr(signals, 'SECONDS_OF_ONE_REQUEST', 0.0)
 
     def twice(state, step, metrics):
         signal.raise_signal(signal.SIGINT)
@@ -285,7 +285,7 @@ def test_a_signal_to_one_of_several_processes_takes_effect_where_all_stop(monkey
         forwarded.append(signum_and_again)
         told.set()
 
-    monkeypatch.setattr(watched.handling, 'forward', forward)
+    monkeypatch.setattr(signals.handling, 'forward', forward)
     with signals.handle():
         signals.defer()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -293,7 +293,7 @@ def test_a_signal_to_one_of_several_processes_takes_effect_where_all_stop(monkey
         assert forwarded == [(signal.SIGTERM, False)]
         assert signals.received() is None, 'the others know nothing of it yet'
         signals.deliver(signal.SIGTERM, 3)
-        assert (signals.received(), watched.handling.receiver) == (signal.SIGTERM, 3)
+        assert (signals.received(), signals.handling.receiver) == (signal.SIGTERM, 3)
         interrupted = pytest.raises(Interrupted, match='by SIGTERM to process 3 ')
         with interrupted, signals.interruptible():
             pytest.fail('nothing is evaluated any more')

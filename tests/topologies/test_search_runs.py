@@ -18,9 +18,8 @@ from train import NextToken, Optimizer, TrainConfig
 from train.data import RandomTokens
 from train.models.transformer import Transformer, TransformerConfig
 from train.planning.candidates import change_run
-from train.planning.forecasts import plan_step
+from train.planning.forecasts import least_work, plan_step, predict_step
 from train.planning.machines import move_to, parse_machine
-from train.planning.predictions import least_work, predict_step
 from train.planning.presets import Layout
 from train.planning.search_runs import search_run
 from train.planning.searching import Outcome

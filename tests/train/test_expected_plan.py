@@ -11,7 +11,7 @@ from train import train
 from train.cli import main
 from train.errors import ConfigError
 from train.machine import devices as machine
-from train.running.agreements import UnexpectedLayout
+from train.running.checks import UnexpectedLayout
 
 
 def test_a_run_with_another_layout_is_refused_before_it_compiles(finished, texts, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from train.errors import ConfigError
 from train.processes import together
-from train.processes.agreement import differences, disagreement
+from train.processes.disagreements import differences, disagreement
 from train.processes.hub import Hub
 from train.processes.joining import relay
 from train.processes.wire import Connection, Limits

@@ -8,7 +8,7 @@ import pytest
 
 from train.errors import ConfigError
 from train.processes.environment import ProcessAddress, find_processes
-from train.processes.metadata import read_metadata
+from train.processes.joining import read_metadata
 
 pytestmark = pytest.mark.core
 

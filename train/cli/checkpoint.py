@@ -33,34 +33,30 @@ def main(arguments: Sequence[str], prog: str) -> int:
 
     The status is 1 if two checkpoints differ, or if a file has changed since it was written.
     """
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = OneLineParser(prog, description=_DESCRIPTION, epilog=_PATHS, formatter_class=raw)
+    parser = OneLineParser(prog, description=_DESCRIPTION, epilog=_PATHS)
     verbs = parser.add_subparsers(required=True, metavar='inspect|diff|verify|convert')
 
-    def add(command: Callable[..., int], text: str, **paths: str) -> argparse.ArgumentParser:
-        one: argparse.ArgumentParser = verbs.add_parser(
-            command.__name__, help=text, description=text, epilog=_PATHS, formatter_class=raw
-        )
+    def add(command: Callable[..., int], text: str, **paths: str) -> OneLineParser:
+        one = verbs.add_parser(command.__name__, help=text, description=text, epilog=_PATHS)
         for name, shown in paths.items():
             one.add_argument(name, metavar=shown)
-        one.add_argument('--traceback', action='store_true', help='show the traceback of an error')
+        one.add_traceback()
+        if command is not diff:
+            one.add_argument('--step', type=int, metavar='N', help='the step of a run')
         one.set_defaults(command=command)
         return one
 
     one = add(inspect, 'show what is in a checkpoint, or the steps of a run', path='PATH')
-    _add_step(one)
     one.add_argument('--arrays', metavar='REGEX', help='list each array whose name contains this')
     one.add_argument('--json', action='store_true', help='print exact numbers as JSON')
 
     one = add(diff, 'compare two checkpoints; exit with 1 if they differ', first='A', second='B')
     one.add_argument('--names', action='store_true', help='compare names, shapes and dtypes only')
 
-    one = add(verify, 'compare files with their checksums; exit with 1 if one differs', path='PATH')
-    _add_step(one)
+    add(verify, 'compare files with their checksums; exit with 1 if one differs', path='PATH')
 
     one = add(convert, 'write a checkpoint in another format', source='FROM', target='TO')
     one.add_argument('--to', required=True, choices=_FORMATS, help='the format to write')
-    _add_step(one)
     one.add_argument(
         '--renames',
         action='append',
@@ -80,24 +76,14 @@ def main(arguments: Sequence[str], prog: str) -> int:
         help='with --to=huggingface: take config.json, the tokenizer and the dtypes of the model '
         'in FOLDER, from which the run has started (by default, the files of the run)',
     )
-    return _run(parser.parse_args(arguments or ['--help']))
+    options = parser.parse_args(arguments or ['--help'])
 
-
-def _add_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('--step', type=int, metavar='N', help='the step of a run')
-
-
-def _run(options: argparse.Namespace) -> int:
-    """Runs one of the functions below, and returns its exit status."""
-    status = 0
-
-    def command() -> None:
-        nonlocal status
+    def run() -> int:
         # Orbax logs warnings that do not matter here, and tracebacks of errors that are raised.
         logging.set_verbosity(logging.FATAL)
-        status = options.command(options)
+        return options.command(options)
 
-    return run_command(command, options) or status
+    return run_command(run, options)
 
 
 def inspect(options: argparse.Namespace) -> int:
@@ -108,23 +94,21 @@ def inspect(options: argparse.Namespace) -> int:
     from train.paths import as_path
 
     path = as_path('PATH', options.path)
+    exact: Any
+    readable: object
     if steps := _list_steps(path, options.step):
         rows = [summarize_step(step) for step in steps]
-        _print(options, [dataclasses.asdict(row) for row in rows], tables.steps_table(path, rows))
-        return 0
-    place, _ = choose_place(path, options.step)
-    summary = summarize(open_checkpoint(place), options.arrays)
-    _print(options, dataclasses.asdict(summary), tables.summary_tables(summary))
-    return 0
-
-
-def _print(options: argparse.Namespace, exact: object, readable: object) -> None:
-    from train.cli import checkpoint_tables as tables
-
+        exact = [dataclasses.asdict(row) for row in rows]
+        readable = tables.steps_table(path, rows)
+    else:
+        place, _ = choose_place(path, options.step)
+        summary = summarize(open_checkpoint(place), options.arrays)
+        exact, readable = dataclasses.asdict(summary), tables.summary_tables(summary)
     if options.json:
         print(json.dumps(exact, indent=1))
     else:
         tables.show(readable)
+    return 0
 
 
 def diff(options: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
@@ -15,11 +15,12 @@ from partitioning.amounts import bytes_str
 from partitioning.untrusted_text import printable
 from train.checkpoints.offline.comparing import ArrayDifference
 from train.checkpoints.offline.converting import Conversion
-from train.checkpoints.offline.grouping import ArrayGroup
 from train.checkpoints.offline.summary import StepSummary, Summary, shorten_reason
 from train.checkpoints.steps.verifying import Verified
-from train.reporting.reports import format_seconds
+from train.reporting.console import SafeConsole
+from train.reporting.reports import count_str, format_seconds
 
+# A cell is as wide as its text, so control characters are replaced before it is in a table.
 # In a file or a pipe, no row of a table is broken into several lines.
 _WIDTH_OF_A_PIPE = 1000
 _STYLES = {'good': 'green', 'damaged': 'red', 'unfinished': 'yellow'}
@@ -27,7 +28,7 @@ _STYLES = {'good': 'green', 'damaged': 'red', 'unfinished': 'yellow'}
 
 def show(renderable: Any) -> None:
     """Prints tables and lines to standard output."""
-    console = Console(highlight=False)
+    console = SafeConsole()
     if console.is_terminal:
         console.print(renderable)
         return
@@ -79,20 +80,8 @@ def _facts(facts: dict[str, str]) -> Table:
     table.add_column(overflow='fold')
     for name, value in facts.items():
         if value:
-            table.add_row(name, _text(value))
+            table.add_row(name, printable(value))
     return table
-
-
-def _text(text: str, style: str = '') -> Text:
-    return Text(printable(text), style=style)
-
-
-def _status(status: str) -> Text:
-    return Text(status, style=_STYLES.get(status, ''))
-
-
-def _count(number: int, noun: str) -> str:
-    return f'{number:,} {noun}{"" if number == 1 else "s"}'
 
 
 def summary_tables(summary: Summary) -> Group:
@@ -106,8 +95,8 @@ def summary_tables(summary: Summary) -> Group:
             'format': summary.format,
             'step': '' if summary.step is None else f'{summary.step:,}',
             'status': summary.status + (f': {summary.reason}' if summary.reason else ''),
-            'files': f'{_count(summary.num_files, "file")}, {bytes_str(summary.bytes_on_disk)}',
-            'arrays': f'{_count(summary.num_arrays, "array")}: {", ".join(roles)}',
+            'files': f'{count_str(summary.num_files, "file")}, {bytes_str(summary.bytes_on_disk)}',
+            'arrays': f'{count_str(summary.num_arrays, "array")}: {", ".join(roles)}',
             'parameters': f'{summary.num_parameters:,}',
             'dtypes': ', '.join(dtypes),
             'saved with': ', '.join(versions),
@@ -115,22 +104,18 @@ def summary_tables(summary: Summary) -> Group:
             'interrupted': ', '.join(summary.pending),
         }
     )
-    return Group(facts, '', _array_table(summary.arrays))
-
-
-def _array_table(groups: Sequence[ArrayGroup]) -> Table:
     right = ('arrays', 'shape', 'size')
     table = _table('name', 'arrays', 'shape', 'dtype', 'size', right=right)
-    for group in groups:
+    for group in summary.arrays:
         table.add_row(
-            _text(group.name),
+            printable(group.name),
             f'{group.count:,}',
             'various' if group.shape is None else 'x'.join(map(str, group.shape)) or 'scalar',
             group.dtype,
             bytes_str(group.nbytes),
             style=None if group.role == 'parameters' else 'dim',
         )
-    return table
+    return Group(facts, '', table)
 
 
 def steps_table(path: Any, steps: Sequence[StepSummary]) -> Group:
@@ -144,19 +129,19 @@ def steps_table(path: Any, steps: Sequence[StepSummary]) -> Group:
             notes.append(f'interrupted: {", ".join(step.pending)}')
         table.add_row(
             f'{step.step:,}',
-            _status(step.status),
+            Text(step.status, style=_STYLES.get(step.status, '')),
             step.format,
             f'{step.num_files:,}',
             bytes_str(step.bytes_on_disk),
-            _text('; '.join(notes)),
+            printable('; '.join(notes)),
         )
-    return Group(_text(f'{_count(len(steps), "step")} in {path}', 'bold'), table)
+    return Group(Text(f'{count_str(len(steps), "step")} in {path}', style='bold'), table)
 
 
 def diff_table(found: Sequence[ArrayDifference], total: int, values: bool) -> Group:
     """The arrays that differ between two checkpoints."""
     what = 'equal' if values else 'equal in name, shape and dtype'
-    equal = _text(f'{total - len(found):,} of {_count(total, "array")} are {what}')
+    equal = f'{total - len(found):,} of {count_str(total, "array")} are {what}'
     if not found:
         return Group(equal)
     right = ('values', 'largest difference', 'relative') if values else ()
@@ -169,33 +154,33 @@ def diff_table(found: Sequence[ArrayDifference], total: int, values: bool) -> Gr
             '' if one.absolute is None else f'{one.absolute:.3g}',
             '' if one.relative is None else f'{one.relative:.3g}',
         ]
-        table.add_row(_text(one.name), *arrays[: 1 if same else 2], *(figures if values else ()))
+        table.add_row(
+            printable(one.name), *arrays[: 1 if same else 2], *(figures if values else ())
+        )
     return Group(table, '', equal)
 
 
 def verified_table(results: Sequence[Verified], seconds: float) -> Group:
     """The result of each checkpoint, and a line for each damaged file."""
-    lines: list[Text] = []
+    lines: list[RenderableType] = []
     for one in results:
         step = f'step {one.found.step:,}: ' if len(results) > 1 else f'{one.found.path}: '
-        size = f'{_count(one.num_files, "file")}, {bytes_str(one.nbytes)}'
+        size = f'{count_str(one.num_files, "file")}, {bytes_str(one.nbytes)}'
         status = f'good ({size})' if one.status == 'good' else one.status
         lines.append(Text.assemble(step, (status, _STYLES.get(one.status, ''))))
-        lines += [_text(f'  {shorten_reason(one.found.path, reason)}') for reason in one.reasons]
+        lines += [f'  {shorten_reason(one.found.path, reason)}' for reason in one.reasons]
     total = sum(one.nbytes for one in results)
     speed = f'{total / 1e6 / max(seconds, 1e-9):,.0f} MB/s'
-    lines.append(_text(f'read {bytes_str(total)} in {format_seconds(seconds)} ({speed})'))
+    lines.append(f'read {bytes_str(total)} in {format_seconds(seconds)} ({speed})')
     return Group(*lines)
 
 
 def conversion_lines(conversion: Conversion, seconds: float) -> Group:
     """What has been written, and what the source has but the result lacks."""
     size = conversion.num_bytes
-    lines = [
-        _text(
-            f'{conversion.folder}: {_count(len(conversion.arrays), "array")}, {bytes_str(size)} '
-            f'in {format_seconds(seconds)} ({size / 1e6 / max(seconds, 1e-9):,.0f} MB/s)'
-        )
+    lines: list[RenderableType] = [
+        f'{conversion.folder}: {count_str(len(conversion.arrays), "array")}, {bytes_str(size)} '
+        f'in {format_seconds(seconds)} ({size / 1e6 / max(seconds, 1e-9):,.0f} MB/s)'
     ]
-    lines += [_text(f'not carried over: {lost}', 'yellow') for lost in conversion.lost]
+    lines += [Text(f'not carried over: {lost}', style='yellow') for lost in conversion.lost]
     return Group(*lines)

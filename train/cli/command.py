@@ -13,9 +13,9 @@ from absl import logging
 
 from partitioning.untrusted_text import printable
 from train.cli.interruption import EXIT_CODES
-from train.errors import USER_ERRORS, first_line
+from train.errors import USER_ERRORS, first_line, writing
 from train.processes import output, signals
-from train.processes.interrupted import handling
+from train.processes.signals import handling
 
 if TYPE_CHECKING:
     from train.processes.environment import ProcessAddress
@@ -67,30 +67,38 @@ _FLAGS: dict[str, dict[str, Any]] = {
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line, and which prints descriptions as they are.
+
+    Args:
+      prog: the name of the command.
+      usage: its arguments in one line, by default as argparse writes them.
+      description: what it does, and examples with {prog} for its name.
+      **settings: other settings of an ArgumentParser.
+    """
+
+    def __init__(self, prog: str, usage: str = '', description: str = '', **settings: Any):
+        super().__init__(
+            prog=prog,
+            usage=f'{prog} {usage}' if usage else None,
+            description=description.format(prog=prog),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **settings,
+        )
+
+    def add_traceback(self) -> None:
+        """Adds the flag of `run_command`."""
+        self.add_argument('--traceback', **_FLAGS['traceback'])
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f'error: {printable(message)}; see {self.prog} --help\n')
 
 
 class CommandParser(OneLineParser):
-    """Reads the flags that the commands of the trainer share, and the arguments of one command.
-
-    Args:
-      prog: the name of the command.
-      usage: its arguments in one line.
-      description: what it does, and examples with {prog} for its name.
-    """
+    """Reads the flags that the commands of the trainer share, and the arguments of one command."""
 
     def __init__(self, prog: str, usage: str, description: str):
-        super().__init__(
-            prog=prog,
-            usage=f'{prog} {usage}',
-            description=description.format(prog=prog),
-            epilog=EXIT_CODES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        super().__init__(prog, usage, description, epilog=EXIT_CODES)
         flags = self.add_argument_group('flags of all commands')
         for name, settings in _FLAGS.items():
             flags.add_argument(f'--{name}', **settings)
@@ -130,25 +138,22 @@ def configure(options: argparse.Namespace, files: Sequence[str]) -> None:
             _begin_output(address, options.log_dir)
         given = {name: getattr(options, name) for name in _LIMITS}
         join_processes(address, Limits(**{k: v for k, v in given.items() if v is not None}))
+    load_config([*files, *options.gin_file], *gin_settings(options), aliases=ALIASES)
+
+
+def gin_settings(options: argparse.Namespace) -> tuple[list[str], list[str], list[str]]:
+    """The gin bindings, the folders with gin files, and the allowed packages of the flags."""
     folders, packages = (
         [entry for value in values for entry in value.split(',') if entry]
         for values in (options.gin_search_paths, options.gin_allow)
     )
-    load_config(
-        [*files, *options.gin_file], options.gin_bindings, folders, packages, aliases=ALIASES
-    )
+    return options.gin_bindings, folders, packages
 
 
 def _begin_output(address: ProcessAddress, folder: str | None) -> None:
     """Prefixes the lines of a process of several, and sends what C++ prints to a file."""
-    from train.errors import ConfigError
-
-    try:
+    with writing(f'--log_dir={folder}'):
         file = output.begin(address.process_index, folder)
-    except OSError as error:
-        raise ConfigError(
-            f'--log_dir={folder} cannot be written: {error.strerror}: {error.filename}'
-        ) from error
     print(
         f'process {address.process_index} of {address.process_count}, according to '
         f'{address.source}; what C++ libraries print is in {file}'
@@ -163,27 +168,18 @@ def run_command(command: Callable[[], Any], options: argparse.Namespace) -> int:
         with signals.handle():
             status = command()
     except Exception as error:
-        _tell_others(error)
+        if 'train.processes.together' in sys.modules:  # this process may have joined others
+            from train.processes.together import report_failure
+
+            report_failure(error)
         line = None if options.traceback else explain(error)
         if line is None:
             raise
-        _print_error(error, line)
+        print(f'error: {printable(line)}', file=sys.stderr)
+        for detail in getattr(error, 'details', '').splitlines():
+            print(printable(detail), file=sys.stderr)
         return getattr(error, 'exit_code', 2)
     return status if isinstance(status, int) else 0
-
-
-def _tell_others(error: Exception) -> None:
-    """Ends the other processes of a run, if this one has joined any and is the only one to fail."""
-    if 'train.processes.together' in sys.modules:
-        from train.processes.together import report_failure
-
-        report_failure(error)
-
-
-def _print_error(error: Exception, line: str) -> None:
-    print(f'error: {printable(line)}', file=sys.stderr)
-    for detail in getattr(error, 'details', '').splitlines():
-        print(printable(detail), file=sys.stderr)
 
 
 def explain(error: Exception) -> str | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.cli.command import OneLineParser, run_command
@@ -13,7 +15,6 @@ from train.cli.forecasting import add_topologies, leave_devices_alone
 from train.cli.searching import DEFAULTS
 
 if TYPE_CHECKING:
-    from train.config import TrainConfig
     from train.planning.bounds import Workload
     from train.planning.fits import Fit, Known
     from train.planning.huggingface.models import FoundModel
@@ -33,13 +34,7 @@ The exit status is 0 if the model fits everywhere, 1 if it does not fit somewher
 
 def find_machines(arguments: Sequence[str], prog: str) -> int:
     """Runs `meshwright fits`, and returns its exit status."""
-    parser = OneLineParser(
-        prog,
-        f'{prog} CONFIG --topology=TOPOLOGY [...]',
-        _DESCRIPTION.format(prog=prog),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = OneLineParser(prog, 'CONFIG --topology=TOPOLOGY [...]', _DESCRIPTION)
     parser.add_argument('config', metavar='CONFIG', help='a config.json, or its folder')
     add_topologies(parser)
     parser.add_argument(
@@ -56,15 +51,20 @@ def find_machines(arguments: Sequence[str], prog: str) -> int:
     parser.add_argument(
         '--compile', action='store_true', help='confirm the layouts by compiling their steps'
     )
-    parser.add_argument('--traceback', action='store_true', help='show the traceback of an error')
+    parser.add_traceback()
     options = parser.parse_args(arguments)
     return run_command(lambda: _answer(options), options)
 
 
 def _answer(options: argparse.Namespace) -> int:
     leave_devices_alone()
+    import jax
+
+    from partitioning.hardware import stand_in_devices
+    from train.gin.entry import find_config
+    from train.gin.load import load_config
     from train.planning.bounds import Workload
-    from train.planning.gin_text import write_pretraining
+    from train.planning.gin_text import PRETRAIN, write_pretraining
     from train.planning.huggingface.models import choose_rows, find_model, parse_tokens
     from train.planning.machines import check_compilers, parse_machine
 
@@ -75,24 +75,13 @@ def _answer(options: argparse.Namespace) -> int:
     model = find_model(options.config, dtype='bfloat16')
     rows = choose_rows(model, tokens, options.sequence_length)
     lines = write_pretraining(model.config, **rows)
-    work = Workload(config=_read_config(lines), num_parameters=model.num_parameters)
+    load_config([DEFAULTS, PRETRAIN], [line for line in lines if line])
+    with stand_in_devices(jax.devices()[:1]):  # the settings are made for one device
+        config = find_config()
+    work = Workload(config=config, num_parameters=model.num_parameters)
     found, smallest = _fit_all(work, machines, compile=options.compile)
     _show(model, work, lines, found, smallest, options)
     return int(not all(fit.fits for fit in found))
-
-
-def _read_config(lines: Sequence[str]) -> TrainConfig:
-    """The settings of a run of pretraining with these changes, for one device."""
-    import jax
-
-    from partitioning.hardware import stand_in_devices
-    from train.gin.entry import find_config
-    from train.gin.load import load_config
-    from train.planning.gin_text import PRETRAIN
-
-    load_config([DEFAULTS, PRETRAIN], [line for line in lines if line])
-    with stand_in_devices(jax.devices()[:1]):
-        return find_config()
 
 
 def _fit_all(
@@ -124,20 +113,17 @@ def _show(
     options: argparse.Namespace,
 ) -> None:
     """Prints the answer, and writes or prints the gin file."""
-    from train.errors import ConfigError
-    from train.planning.fits import find_fastest
+    from train.errors import writing
     from train.planning.gin_text import write_fit
     from train.planning.tables import as_dict, describe_model, fits_table
-    from train.reporting.console import SafeConsole
+    from train.reporting.console import RunConsole
 
-    best = find_fastest([*found, *(fit for fit in smallest.values() if fit is not None)])
+    fitting = [fit for fit in (*found, *smallest.values()) if fit is not None and fit.fits]
+    best = min(fitting, key=lambda fit: fit.seconds or math.inf, default=None)
     text = None if best is None else write_fit(model, best, lines)
     if options.out and text is not None:
-        try:
-            with open(options.out, 'w', encoding='utf-8') as file:
-                file.write(text)
-        except OSError as error:
-            raise ConfigError(f'--out={options.out} cannot be written: {error.strerror}') from error
+        with writing(f'--out={options.out}'):
+            Path(options.out).write_text(text, encoding='utf-8')
     if options.json:
         held = {
             'model': model.kind,
@@ -151,22 +137,18 @@ def _show(
         }
         print(json.dumps(held, indent=1))
         return
-    console = SafeConsole()
-    if not console.is_terminal:
-        console.width = 160
+    console = RunConsole()
     for line in describe_model(model, work):
-        console.print(line, soft_wrap=True)
-    console.print()
-    console.print(fits_table(found, work))
-    console.print('\nthe smallest machine of each chip that fits:')
-    fitting = [fit for fit in smallest.values() if fit is not None]
-    console.print(fits_table(fitting, work))
+        console.say(line)
+    console.say('')
+    console.show(fits_table(found, work))
+    console.say('\nthe smallest machine of each chip that fits:')
+    console.show(fits_table([fit for fit in smallest.values() if fit is not None], work))
     for name in (name for name, fit in smallest.items() if fit is None):
-        console.print(f'{name}: none')
+        console.say(f'{name}: none')
     if text is None or best is None:
         print('error: no machine fits, so there is no gin file', file=sys.stderr)
     elif options.out:
-        console.print(f'\nwrote {options.out}, the run on {best.machine}', soft_wrap=True)
+        console.say(f'\nwrote {options.out}, the run on {best.machine}')
     else:
-        console.print(f'\nthe gin file of the run on {best.machine}:\n')
-        console.print(text, soft_wrap=True)
+        console.say(f'\nthe gin file of the run on {best.machine}:\n\n{text}')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from train.cli import searching
 from train.cli.command import CommandParser, configure, run_command
-from train.cli.training import find_gin_file, known_runs
+from train.cli.training import add_runs, find_gin_file
 
 if TYPE_CHECKING:
     from meshwright.report.forecasts import Forecast
@@ -39,8 +40,7 @@ golden forecast, and 2 after an error.
 def forecast(arguments: Sequence[str], prog: str) -> int:
     """Runs `meshwright forecast`, and returns its exit status."""
     parser = CommandParser(prog, 'RUN ... --topology=TOPOLOGY [...]', _DESCRIPTION)
-    known = ', '.join(known_runs())
-    parser.add_argument('runs', metavar='RUN', nargs='*', help=f'{known}, or a path')
+    add_runs(parser, '*')
     add_topologies(parser)
     parser.add_argument(
         '--json', action='store_true', help='print exact figures as JSON, and nothing else'
@@ -62,15 +62,24 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
         help='compile for virtual CPU devices in place of the machines, whose compilers need not '
         'be installed',
     )
-    add_golden(parser)
+    parser.add_argument(
+        '--golden',
+        metavar='DIR',
+        help='compare with the golden forecasts in DIR; missing ones are written, but not in '
+        'continuous integration, where CI is set',
+    )
+    parser.add_argument(
+        '--update', action='store_true', help='with --golden: replace the golden forecasts'
+    )
     searching.add_flags(parser)
     options = parser.read(arguments)
 
     def command() -> int:
         leave_devices_alone()
+        from meshwright import forecast_table
         from train.errors import ConfigError
         from train.planning.machines import check_compilers, parse_machine
-        from train.planning.output import prepare_folder, to_json, to_text, write_files
+        from train.planning.output import prepare_folder, to_json, write_files
 
         if options.update and not options.golden:
             raise ConfigError('--update replaces golden forecasts: name their folder, --golden=DIR')
@@ -86,7 +95,11 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
         folder = prepare_folder(options.out) if options.out else None
         configure(options, [searching.DEFAULTS, *(find_gin_file(one) for one in options.runs)])
         forecasts, programs = _forecast_all(machines, options)
-        print(to_json(forecasts) if options.json else to_text(forecasts))
+        if options.json:
+            print(to_json(forecasts))
+        else:
+            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
+            print(forecast_table(forecasts, width=width))
         if folder is not None:
             write_files(forecasts, programs, folder)
         unchanged = options.golden is None or _is_unchanged(forecasts, options)
@@ -103,19 +116,6 @@ def add_topologies(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar='TOPOLOGY',
         help='a machine, such as v5p:4x4x4; repeat the flag for more',
-    )
-
-
-def add_golden(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that compare forecasts with golden ones."""
-    parser.add_argument(
-        '--golden',
-        metavar='DIR',
-        help='compare with the golden forecasts in DIR; missing ones are written, but not in '
-        'continuous integration, where CI is set',
-    )
-    parser.add_argument(
-        '--update', action='store_true', help='with --golden: replace the golden forecasts'
     )
 
 

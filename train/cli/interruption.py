@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from train.processes import signals
-from train.processes.interrupted import AFTER_CTRL_C, Interrupted, how_to_resume, note_command
 from train.processes.launching.children import command_of_launcher
+from train.processes.signals import AFTER_CTRL_C, Interrupted, how_to_resume
 
 EXIT_CODES = """\
 exit codes: 0 if everything is done, 2 after an error, which is one line, 75 if SIGTERM, SIGHUP or
@@ -30,7 +30,7 @@ def run_until_signal(command: Callable[[], int], line: str) -> int:
       The exit code of the command, 75 after SIGTERM or SIGHUP, or 130 after Ctrl-C. The
       process of an interrupted command ends here, without waiting for threads that compile.
     """
-    note_command(line)
+    signals.handling.command = line
     try:
         with signals.handle():
             code = command()

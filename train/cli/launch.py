@@ -107,15 +107,9 @@ def make_children(
     ]
 
 
-def _make_parser(prog: str) -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        prog,
-        usage=f'{prog} --processes N [--devices_per_process D] [--restarts R] -- RUN ...',
-        description=_DESCRIPTION.format(prog=prog),
-        epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _make_parser(prog: str) -> OneLineParser:
+    usage = '--processes N [--devices_per_process D] [--restarts R] -- RUN ...'
+    parser = OneLineParser(prog, usage, _DESCRIPTION, epilog=EXIT_CODES)
     add = parser.add_argument
     add('--processes', type=int, required=True, metavar='N', help='the number of processes')
     add(
@@ -139,7 +133,7 @@ def _make_parser(prog: str) -> argparse.ArgumentParser:
         help='how long the others may take to end after a failure (5)',
     )
     add('--log_dir', metavar='DIR', help="for what C++ prints (the system's temporary folder)")
-    add('--traceback', action='store_true', help='show the traceback of every error')
+    parser.add_traceback()
     return parser
 
 

@@ -15,7 +15,7 @@ def show_mesh(arguments: Sequence[str], prog: str) -> int:
     from train.machine import devices as machine
 
     machine.use_virtual_devices(None)
-    usage = f'{prog} [--num_partitions N | --mesh data=4,model=2] [--topology v5p:4x4x4] [...]'
+    usage = '[--num_partitions N | --mesh data=4,model=2] [--topology v5p:4x4x4] [...]'
     return mesh_command.main(arguments, OneLineParser(prog, usage), with_picture=True)
 
 
@@ -30,10 +30,6 @@ def show_plan(arguments: Sequence[str], prog: str) -> int:
         one = verbs.add_parser(verb, help=text, description=text)
         one.add_argument('plans', nargs=count, metavar='PLAN', help='a plan file or a run folder')
     given = parser.parse_args(arguments or ['--help']).plans
-    return plans.main([_plan_file(path) for path in given])
-
-
-def _plan_file(path: str) -> str:
-    """The plan file that an argument names, which may be the folder of a run."""
-    is_file = path.endswith('.json') or Path(path).is_file()
-    return path if is_file else f'{path}/plan.json'
+    return plans.main(
+        [p if p.endswith('.json') or Path(p).is_file() else f'{p}/plan.json' for p in given]
+    )

@@ -1,7 +1,7 @@
 """`meshwright forecast --search`: the fastest settings of a run on a machine.
 
-`python -m train.cli.searching` reads a request from its standard input, compiles one candidate, and
-writes what came out to its standard output.
+`python -m train.cli.searching` reads a pickled request from its standard input, compiles one
+candidate, and writes what came out to its standard output as JSON.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import contextlib
 import dataclasses
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from train.cli.command import gin_settings
 from train.cli.training import find_gin_file
 
 if TYPE_CHECKING:
@@ -81,14 +83,21 @@ def search_settings(options: argparse.Namespace, machine: Machine) -> int:
     from train.planning.search_runs import search_run
     from train.planning.tables import search_table
 
-    source = _source_of(options)
+    bindings, folders, packages = gin_settings(options)
+    source = Source(
+        files=[*(find_gin_file(one) for one in options.runs), *options.gin_file],
+        bindings=bindings,
+        search_paths=[os.path.abspath(folder) for folder in folders],
+        allow=packages,
+    )
     config = source.read(machine)
     run = sizes_of(config, machine.num_devices, machine.num_slices)
 
     def write(candidate: Candidate, comment: Sequence[str]) -> str:
         return write_gin(candidate, run, source.files, source.bindings, comment)
 
-    with _folder(options.out) as out:
+    temporary = tempfile.TemporaryDirectory() if options.out is None else None
+    with temporary or contextlib.nullcontext(options.out) as out:
         searched = search_run(
             config,
             machine,
@@ -109,16 +118,6 @@ def search_settings(options: argparse.Namespace, machine: Machine) -> int:
             for name, file in searched.files.items():
                 print(f'{name}: {file}')
     return int(searched.result.winner is None)
-
-
-@contextlib.contextmanager
-def _folder(out: str | None) -> Iterator[str]:
-    """The folder of --out, or a temporary one."""
-    if out is not None:
-        yield out
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        yield folder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,84 +154,45 @@ class Source:
             return find_config()
 
 
-def _source_of(options: argparse.Namespace) -> Source:
-    """The gin settings of the runs in the flags of `meshwright forecast`."""
-    folders, packages = (
-        [entry for value in values for entry in value.split(',') if entry]
-        for values in (options.gin_search_paths, options.gin_allow)
-    )
-    return Source(
-        files=[*(find_gin_file(one) for one in options.runs), *options.gin_file],
-        bindings=options.gin_bindings,
-        search_paths=[os.path.abspath(folder) for folder in folders],
-        allow=packages,
-    )
-
-
 def compile_in_new_process(source: Source, machine: Machine) -> Callable[[Candidate], Outcome]:
     """Returns a function that compiles a candidate in a new process.
 
     A compiler can take gigabytes, and can end its process. The new process reads the settings of
     the run from gin, and changes them as the candidate says.
     """
-
-    def compile_candidate(candidate: Candidate) -> Outcome:
-        request = {
-            'source': dataclasses.asdict(source),
-            'machine': str(machine),
-            'candidate': dataclasses.asdict(candidate),
-        }
-        return _ask_new_process(json.dumps(request))
-
-    return compile_candidate
-
-
-def _ask_new_process(request: str) -> Outcome:
-    """What a new process answers to a request, or how it failed."""
-    import train
     from train.planning.searching import Outcome
 
-    root = str(Path(train.__file__).resolve().parents[1])
+    root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, [os.environ.get('PYTHONPATH')])]
     environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': os.pathsep.join(paths)}
     # Without -P, a train.py in the current folder would hide this package.
     command = [sys.executable, '-P', '-m', 'train.cli.searching']
-    started = time.monotonic()
-    done = subprocess.run(command, input=request, capture_output=True, text=True, env=environment)
-    seconds = time.monotonic() - started
-    if done.returncode == 0:
-        return Outcome(**json.loads(done.stdout) | {'compile_seconds': seconds})
-    lines = done.stderr.strip().splitlines() or [f'exit status {done.returncode}']
-    error = f'the process of the compiler failed: {lines[-1]}'
-    return Outcome(fits=False, compile_seconds=seconds, error=error)
+
+    def compile_candidate(candidate: Candidate) -> Outcome:
+        request = pickle.dumps((source, machine, candidate))
+        started = time.monotonic()
+        done = subprocess.run(command, input=request, capture_output=True, env=environment)
+        seconds = time.monotonic() - started
+        if done.returncode == 0:
+            return Outcome(**json.loads(done.stdout) | {'compile_seconds': seconds})
+        printed = done.stderr.decode(errors='replace').strip()
+        lines = printed.splitlines() or [f'exit status {done.returncode}']
+        error = f'the process of the compiler failed: {lines[-1]}'
+        return Outcome(fits=False, compile_seconds=seconds, error=error)
+
+    return compile_candidate
 
 
-def answer(request: Mapping[str, Any]) -> Outcome:
-    """Compiles what a request describes, in this process.
-
-    Args:
-      request: the fields of a `Source` and of a `Candidate`, and the name of a machine.
-    """
+def answer(source: Source, machine: Machine, candidate: Candidate) -> Outcome:
+    """Compiles a candidate in this process."""
     from train.errors import first_line
-    from train.planning.candidates import Candidate
-    from train.planning.machines import parse_machine
-    from train.planning.presets import Layout
     from train.planning.search_runs import compile_changed
     from train.planning.searching import Outcome
 
-    fields = dict(request['candidate'])
-    fields['layout'] = Layout(fields['layout']['preset'], _pairs(fields['layout']['sizes']))
-    fields['compiler_options'] = _pairs(fields['compiler_options'])
     try:
-        machine = parse_machine(request['machine'])
-        config = Source(**request['source']).read(machine)
-        return compile_changed(config, Candidate(**fields), machine)
+        return compile_changed(source.read(machine), candidate, machine)
     except ValueError as error:
         return Outcome(fits=False, error=first_line(error))
-
-
-def _pairs(values: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-    return tuple(tuple(pair) for pair in values)
 
 
 def main() -> None:
@@ -240,7 +200,7 @@ def main() -> None:
     sys.path.append(os.getcwd())  # the packages of `allow` may be there
     answers = os.fdopen(os.dup(1), 'w')
     os.dup2(2, 1)  # what a compiler prints to its standard output is not an answer
-    outcome = answer(json.load(sys.stdin))
+    outcome = answer(*pickle.load(sys.stdin.buffer))
     with answers:
         json.dump(dataclasses.asdict(outcome), answers)
 

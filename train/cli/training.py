@@ -31,8 +31,7 @@ With the run forecast, the machine is described and need not be here:
 def train(arguments: Sequence[str], prog: str) -> int:
     """Runs `meshwright train`, and returns its exit status."""
     parser = CommandParser(prog, '[RUN ...] [--gin.NAME=value ...]', _DESCRIPTION)
-    known = ', '.join(known_runs())
-    parser.add_argument('runs', metavar='RUN', nargs='*', help=f'{known}, or a path')
+    add_runs(parser, '*')
     parser.add_argument(
         '--profile_steps',
         metavar='FIRST,LAST',
@@ -51,8 +50,7 @@ def train(arguments: Sequence[str], prog: str) -> int:
 def precompile(arguments: Sequence[str], prog: str) -> int:
     """Runs `meshwright precompile`, and returns its exit status."""
     parser = CommandParser(prog, 'RUN ... [--gin.NAME=value ...]', _PRECOMPILE)
-    known = ', '.join(known_runs())
-    parser.add_argument('runs', metavar='RUN', nargs='+', help=f'{known}, or a path')
+    add_runs(parser, '+')
     options = parser.read(arguments)
 
     def command() -> None:
@@ -87,6 +85,12 @@ def _start(options: argparse.Namespace) -> None:
         entry()
     else:
         entry(expect_plan=expected)
+
+
+def add_runs(parser: CommandParser, nargs: str) -> None:
+    """Adds the argument that names runs."""
+    known = ', '.join(known_runs())
+    parser.add_argument('runs', metavar='RUN', nargs=nargs, help=f'{known}, or a path')
 
 
 def known_runs() -> list[str]:

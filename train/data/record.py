@@ -12,7 +12,7 @@ from partitioning.untrusted_text import parse_json
 from train.data.rows.open_task import OpenTask
 from train.errors import ConfigError
 from train.paths import absolute, replacing
-from train.processes.agreement import digest
+from train.processes.disagreements import digest
 from train.processes.together import check_same
 
 FILE = 'data.json'

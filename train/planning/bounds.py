@@ -95,7 +95,8 @@ class Workload:
           num_microbatches: the number of microbatches.
           bytes_of_batch: what a device needs for its part of a batch without microbatches.
         """
-        return self._fixed(num_devices, num_microbatches) + bytes_of_batch / num_microbatches
+        fixed = self.bytes_of_state(num_devices, num_microbatches)
+        return fixed + bytes_of_batch / num_microbatches
 
     def bytes_of_batch(self, num_devices: int, num_microbatches: int, peak: int) -> float:
         """Returns what a device would need for its part of a batch without microbatches, in bytes.
@@ -105,10 +106,10 @@ class Workload:
           num_microbatches: the number of microbatches of a run with a known peak.
           peak: its peak, in bytes.
         """
-        of_batch = peak - self._fixed(num_devices, num_microbatches)
+        of_batch = peak - self.bytes_of_state(num_devices, num_microbatches)
         return max(of_batch, 0.0) * num_microbatches
 
-    def _fixed(self, num_devices: int, num_microbatches: int) -> float:
-        """What a device needs for any batch: the state and the gradients."""
+    def bytes_of_state(self, num_devices: int, num_microbatches: int) -> float:
+        """Returns what a device needs for any batch: the state and the gradients, in bytes."""
         gradient = 2 * _SUM if num_microbatches > 1 else _GRADIENT
         return self.num_parameters * (_STATE + gradient) / num_devices

@@ -9,15 +9,17 @@ from typing import Any, Literal
 from partitioning.hardware import OptionValue
 from train.config import TrainConfig
 from train.models.config import TransformerConfig
+from train.models.pipeline.settings import Pipeline
 from train.models.remat import Remat
 from train.objectives import TokenLoss
 from train.planning.machines import Machine, move_to
-from train.planning.presets import Layout, change_pipeline, lay_out
+from train.planning.presets import Layout, lay_out
 
 # What the backward pass keeps: a word of TransformerConfig.remat, or 'offload': only the inputs of
 # the layers, in the memory of the host.
 RematChoice = Literal['none', 'dots', 'full', 'offload']
 
+_PIPELINED = 8  # the microbatches of a pipeline, if the run has none
 # The sizes of the built-in model that a layout can divide.
 _SIZES = ('embed_dim', 'num_heads', 'num_kv_heads', 'mlp_dim', 'vocab_size', 'num_layers')
 
@@ -101,8 +103,12 @@ def _change_objective(objective: Any, candidate: Candidate) -> Any:
         if candidate.remat is not None:
             offloading = candidate.remat == 'offload'
             settings['remat'] = Remat(offload=('residual',)) if offloading else candidate.remat
-        if candidate.layout.preset:
-            settings['pipeline'] = change_pipeline(model.pipeline, candidate.layout)
+        if candidate.layout.preset == 'pipeline':
+            old = model.pipeline
+            kept = {} if old is None else {'recompute_stages': old.recompute_stages}
+            settings['pipeline'] = Pipeline(num_microbatches=_PIPELINED, **kept)
+        elif candidate.layout.preset:
+            settings['pipeline'] = None
         if settings:
             model = dataclasses.replace(model, **settings)
             changes['model'] = dataclasses.replace(objective.model, config=model)

@@ -38,22 +38,25 @@ def list_changes(planned: PlannedStep, machine: Machine) -> Iterator[SettingChan
       planned: the step that does not fit.
       machine: the machine.
     """
-    config = planned.run.config
-    sizes = sizes_of(config, config.partitioner.mesh.size, machine.num_slices)
-    candidates = list(_list_presets(sizes, _is_recomputed(config)))
-    limit = _memory_limit(planned)
-    if limit is None or _least_state(planned) < limit:
-        same_layout = _list_settings(sizes, config.num_microbatches, _is_recomputed(config))
+    config, plan = planned.run.config, planned.run.plan
+    mesh, recomputed = config.partitioner.mesh, _is_recomputed(config)
+    sizes = sizes_of(config, mesh.size, machine.num_slices)
+    candidates = list(_list_presets(sizes, recomputed))
+    chip = chip_of(mesh.devices.flat[0].device_kind)
+    parameters = [row for row in plan.rows if row.role == 'parameters']
+    # The gradients are at least in bfloat16.
+    gradients = sum(2 * r.bytes_per_device // jnp.dtype(r.dtype).itemsize for r in parameters)
+    if chip is None or plan.bytes_per_device + gradients < chip.hbm_bytes_per_device:
+        same_layout = _list_settings(sizes, config.num_microbatches, recomputed)
         candidates = [*same_layout, *candidates]
+
+    def call(candidate: Candidate) -> Call:
+        step = plan_step(change_run(config, candidate, machine))
+        return Call(step.run.config.partitioner, step.step, step.arguments)
+
     for candidate in candidates:
         setting = '; '.join([*list_includes(candidate), *list_bindings(candidate, sizes)])
-        yield SettingChange(setting, functools.partial(_call, config, candidate, machine))
-
-
-def _call(config: TrainConfig, candidate: Candidate, machine: Machine) -> Call:
-    """The train step of a run with the changes of a candidate."""
-    step = plan_step(change_run(config, candidate, machine))
-    return Call(step.run.config.partitioner, step.step, step.arguments)
+        yield SettingChange(setting, functools.partial(call, candidate))
 
 
 def keep_helpful(forecast: Forecast) -> Forecast:
@@ -67,19 +70,6 @@ def keep_helpful(forecast: Forecast) -> Forecast:
 def _is_recomputed(config: TrainConfig) -> bool:
     """Whether the layers of a model recompute everything already."""
     return getattr(find_model_config(config.objective), 'remat', None) == 'full'
-
-
-def _least_state(planned: PlannedStep) -> int:
-    """The state and its gradients on a device, in bytes, if these are in bfloat16."""
-    rows = [row for row in planned.run.plan.rows if row.role == 'parameters']
-    gradients = sum(2 * row.bytes_per_device // jnp.dtype(row.dtype).itemsize for row in rows)
-    return planned.run.plan.bytes_per_device + gradients
-
-
-def _memory_limit(planned: PlannedStep) -> int | None:
-    """What a program can use on a device of the machine, in bytes, if it is known."""
-    chip = chip_of(planned.run.config.partitioner.mesh.devices.flat[0].device_kind)
-    return None if chip is None else chip.hbm_bytes_per_device
 
 
 def _list_settings(sizes: RunSizes, num_microbatches: int, recomputed: bool) -> Iterator[Candidate]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,15 +111,13 @@ class _Tries:
         best: Fit | None = None
         for layout in layouts[:_MOST_LAYOUTS]:
             found = self.fit_layout(layout)
-            best = found if best is None or (found and _is_better(found, best)) else best
+            best = min((fit for fit in (best, found) if fit), key=_rank, default=None)
             if best is not None and best.fits and not _exchanges_much(best):
                 break
             if not can_fit(self.work, self.machine):  # one layout is enough to say what is needed
                 break
-        if best is not None:
-            return best
         problem = (self.problems or [dropped])[0]
-        return Fit(machine=self.machine, sizes=self.sizes, problem=problem)
+        return best or Fit(machine=self.machine, sizes=self.sizes, problem=problem)
 
     def fit_layout(self, layout: Layout) -> Fit | None:
         """The fastest settings of a layout that fit, or those that need the least memory."""
@@ -216,14 +213,10 @@ def can_fit(work: Workload, machine: Machine) -> bool:
     return any(work.least_peak(sizes, number) <= limit for number in (1, *_MICROBATCHES))
 
 
-def _is_better(one: Fit, other: Fit) -> bool:
-    """Whether settings fit, or are faster, or need less memory if none fit."""
-    assert one.forecast is not None and other.forecast is not None
-    if one.fits != other.fits:
-        return one.fits
-    if one.fits and one.seconds is not None and other.seconds is not None:
-        return one.seconds < other.seconds
-    return one.forecast.memory.peak < other.forecast.memory.peak
+def _rank(fit: Fit) -> tuple[bool, float, int]:
+    """The best settings are those that fit and are fastest, or else need the least memory."""
+    assert fit.forecast is not None
+    return not fit.fits, (fit.seconds or 0.0) if fit.fits else 0.0, fit.forecast.memory.peak
 
 
 def _exchanges_much(fit: Fit) -> bool:
@@ -251,12 +244,6 @@ def forecast_fit(work: Workload, fit: Fit, **settings: Any) -> Fit:
     config = change_run(work.config, fit.candidate, fit.machine)
     forecast = forecast_run(config, fit.machine, changes=None, **settings)
     return dataclasses.replace(fit, forecast=forecast)
-
-
-def find_fastest(fits: Sequence[Fit]) -> Fit | None:
-    """Returns the first of the fits with the shortest step, or None if nothing fits."""
-    fitting = [fit for fit in fits if fit.fits]
-    return min(fitting, key=lambda fit: fit.seconds or math.inf, default=None)
 
 
 def find_smallest(

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from meshwright.forecasting import forecast
+from meshwright.jaxpr import estimate_memory, trace_function
 from meshwright.report.forecasts import Forecast
+from meshwright.time import Work, estimate_step_time, estimate_work
+from partitioning.hardware import CHIPS, chip_of
+from partitioning.products.flops import count_jaxpr_flops
 from partitioning.programs import PartitionedCallable
 from train.config import TrainConfig
 from train.errors import ConfigError
 from train.objectives import TokenLoss
 from train.planning.machines import Machine, move_to, stand_in
+from train.planning.searching import Prediction
 from train.running.programs import partition_train_step
 from train.running.run import PlannedRun, check_vocabulary, plan_run
 
@@ -43,21 +50,13 @@ def plan_step(config: TrainConfig) -> PlannedStep:
       ConfigError, ValueError: if a setting cannot be honoured on the mesh of the partitioner.
     """
     run = plan_run(config, config.task.blank_row(config.sequence_length))
-    _check_vocabulary(run)
-    return PlannedStep(run, partition_train_step(run))
-
-
-def _check_vocabulary(run: PlannedRun) -> None:
-    """Checks that the model has every token of the task, if that is known without the data."""
-    objective = run.config.objective
-    try:
-        num_tokens = run.config.task.num_tokens
-    except (ConfigError, OSError):  # the file of a tokenizer, which need not be here
-        return
-    num_logits = None
-    if isinstance(objective, TokenLoss) and objective.vocab_size is None:
+    objective, num_tokens, num_logits = config.objective, None, None
+    with contextlib.suppress(ConfigError, OSError):  # the file of a tokenizer need not be here
+        num_tokens = config.task.num_tokens
+    if num_tokens and isinstance(objective, TokenLoss) and objective.vocab_size is None:
         num_logits = objective.count_logits(run.plan.abstract_state, run.batch)
     check_vocabulary(objective, num_tokens, num_logits)
+    return PlannedStep(run, partition_train_step(run))
 
 
 def forecast_run(config: TrainConfig, machine: Machine, **settings: Any) -> Forecast:
@@ -114,4 +113,52 @@ def forecast_step(planned: PlannedStep, machine: Machine, **settings: Any) -> Fo
         topology=machine.topology if machine.on_cpu else None,
         on_cpu=machine.on_cpu,
         **settings,
+    )
+
+
+def predict_step(planned: PlannedStep) -> Prediction:
+    """Returns what a planned step needs and takes, by formulas.
+
+    Raises:
+      ConfigError: if nothing is known about the chip.
+    """
+    mesh = planned.run.config.partitioner.mesh
+    chip = chip_of(mesh.devices.flat[0].device_kind)
+    if chip is None:
+        raise ConfigError(
+            'nothing is known about the chip of the mesh, so its steps have no times: search on '
+            f'one of {", ".join(CHIPS)}'
+        )
+    traced = trace_function(planned.step, *planned.arguments)
+    work = estimate_work(traced, chip)
+    even_share = count_jaxpr_flops(traced.jaxpr, kernels=False) / mesh.size
+    time = estimate_step_time(work, mesh)
+    bound = estimate_step_time(least_work(work, even_share), mesh)
+    assert time is not None and bound is not None  # the chip is known
+    peak = estimate_memory(traced, chip).peak
+    return Prediction(peak=peak, seconds=time.seconds, bound=bound.seconds)
+
+
+def least_work(work: Work, even_share: float) -> Work:
+    """The least that any compiled program of a traced function does, for a bound on its time.
+
+    Its matrix products run at the peak rate of the chip, its kernels do what they do, and all other
+    operations and all exchanges of data take no time. On chips whose compiler estimates nothing,
+    products take what the model says, as they do for compiled programs.
+
+    Args:
+      work: the estimated work.
+      even_share: the FLOPs of products of a device if nothing is computed twice over devices.
+    """
+    chip = CHIPS[work.chip]
+    flops = min(work.matmul_flops, even_share)
+    at_peak = flops / chip.peak_flops_per_device
+    return dataclasses.replace(
+        work,
+        matmul_flops=flops,
+        matmul_seconds=at_peak if chip.clock_hz else None,
+        other_seconds=0.0,
+        other_bytes=0.0,
+        collectives=(),
+        host_bytes=0.0,
     )

@@ -87,25 +87,26 @@ def draw_search(
 def _draw_predicted(axes: Any, points: Sequence[Point], colors: dict[str, str]) -> None:
     """Hollow rings, by formula: grey for those that cannot win, else in the preset's colour."""
     ruled_out = [p for p in points if p.found.status in ('too slow', 'too large')]
-    groups = [(ruled_out, _PALE, f'ruled out by formulas: {len(ruled_out)}')]
+    _scatter(axes, ruled_out, 'ruled out by formulas', edgecolors=_PALE)
+    left = [p for p in points if p.found.status == 'not compiled']
     for preset, color in colors.items():
-        some = [p for p in points if p.found.status == 'not compiled']
-        some = [p for p in some if p.found.candidate.layout.preset == preset]
-        groups.append((some, color, f'{_name(preset)}, not compiled: {len(some)}'))
-    for some, color, label in groups:
-        if some:
-            marks = [p.memory for p in some], [p.seconds for p in some]
-            axes.scatter(*marks, s=26, facecolors='none', edgecolors=color, label=label)
+        some = [p for p in left if p.found.candidate.layout.preset == preset]
+        _scatter(axes, some, f'{_name(preset)}, not compiled', edgecolors=color)
+
+
+def _scatter(axes: Any, points: Sequence[Point], label: str, **style: Any) -> None:
+    if points:
+        marks = [p.memory for p in points], [p.seconds for p in points]
+        hollow: dict[str, Any] = {'s': 26, 'facecolors': 'none'}
+        axes.scatter(*marks, label=f'{label}: {len(points)}', **hollow | style)
 
 
 def _draw_compiled(axes: Any, points: Sequence[Point], colors: dict[str, str]) -> None:
     """Filled dots in the colour of the preset, and a line through those that nothing beats."""
     for preset, color in colors.items():
         some = [p for p in points if p.found.candidate.layout.preset == preset]
-        if some:
-            marks = [p.memory for p in some], [p.seconds for p in some]
-            label = f'{_name(preset)}, compiled: {len(some)}'
-            axes.scatter(*marks, s=52, color=color, label=label, zorder=3)
+        label = f'{_name(preset)}, compiled'
+        _scatter(axes, some, label, s=52, facecolors=color, zorder=3)
     frontier = find_frontier(p for p in points if p.found.seconds is not None)
     if frontier:
         xs, ys = [p.memory for p in frontier], [p.seconds for p in frontier]

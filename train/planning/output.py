@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from etils import epath
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from meshwright import Forecast, forecast_table
+from meshwright import Forecast
 from meshwright.report.page import write_page
-from train.errors import ConfigError
+from train.errors import ConfigError, writing
 from train.paths import as_path
 from train.reporting.console import SafeConsole
 from train.reporting.reports import format_seconds
 
 JSON, PAGE = 'forecast.json', 'forecast.html'
-_PIPE = 160  # the characters of a line where there is no terminal
-
-
-def to_text(forecasts: Sequence[Forecast]) -> str:
-    """Returns forecasts as a table, as wide as the terminal."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _PIPE
-    return forecast_table(forecasts, width=width)
 
 
 def to_json(forecasts: Sequence[Forecast]) -> str:
@@ -66,13 +57,11 @@ def write_files(
     Raises:
       ConfigError: if the folder cannot be written.
     """
-    try:
+    with writing(str(folder)):
         (folder / JSON).write_text(to_json(forecasts) + '\n')
         write_page(forecasts, folder / PAGE)
         for machine, text in programs.items():
             (folder / f'{machine.replace(":", "-")}.hlo.txt').write_text(text)
-    except OSError as error:
-        raise ConfigError(f'{folder} cannot be written: {error.strerror or error}') from error
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from partitioning.amounts import bytes_str
 from partitioning.hardware.compiler_errors import own_compiler_errors
 from partitioning.programs import PartitionedCallable
 from train.config import TrainConfig
-from train.errors import ConfigError
+from train.errors import writing
 from train.gin.text import write_gin_text
 from train.processes.activity import calling_compiler
 from train.reporting.memory import check_fits, memory_advice
@@ -103,10 +103,17 @@ def precompile(config: TrainConfig) -> dict[str, Any]:
         MEMORY: json.dumps(memory, indent=1) + '\n',
         COSTS: json.dumps(dataclasses.asdict(costs), indent=1) + '\n',
     }
-    _write(run, files)
+    folder = run.directory
+    with run.console.phase('writing the programs'), writing(f'MODEL_DIR {folder}'):
+        folder.mkdir(parents=True, exist_ok=True)
+        if jax.process_index() == 0:
+            write_gin_text(folder, 'precompile.gin')
+            for name, text in files.items():
+                (folder / name).write_text(text)
+            run.plan.save(folder / 'precompile-plan.json')
     for line in describe_costs(costs):
         run.console.say(line)
-    run.console.files({name: run.directory / name for name in files})
+    run.console.files({name: folder / name for name in files})
     if mesh.devices.flat[0].platform != 'cpu':  # CPUs may stand for other devices
         check_fits(run.plan, config.partitioner, compiled)
     return memory
@@ -137,18 +144,3 @@ def describe_costs(costs: ProgramCosts) -> Iterator[str]:
 
 def _at(source: str) -> str:
     return f', {os.path.basename(source)}' if source else ''
-
-
-def _write(run: Run, files: dict[str, str]) -> None:
-    with run.console.phase('writing the programs'):
-        try:
-            run.directory.mkdir(parents=True, exist_ok=True)
-            if jax.process_index() == 0:
-                write_gin_text(run.directory, 'precompile.gin')
-                for name, text in files.items():
-                    (run.directory / name).write_text(text)
-                run.plan.save(run.directory / 'precompile-plan.json')
-        except OSError as error:
-            raise ConfigError(
-                f'MODEL_DIR {run.directory} cannot be written: {error.strerror or error}'
-            ) from error

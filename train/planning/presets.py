@@ -7,15 +7,11 @@ compares both.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 from partitioning import BasePartitioner, MeshConfig, PjitPartitioner, fsdp_logical_axis_rules
 from partitioning.rules import MeshAxes
 from train.errors import ConfigError
-from train.models.pipeline.settings import Pipeline
-
-# The microbatches of a pipeline, if the run has none.
-_PIPELINED = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,14 +121,16 @@ def lay_out(partitioner: BasePartitioner, layout: Layout) -> PjitPartitioner:
             f'the layout of a {type(partitioner).__name__} cannot be changed: use a PjitPartitioner'
         )
     given, rules = partitioner.rule_set, _RULES[layout.preset]
-    sizes, source = dict(layout.sizes), partitioner.mesh_source
+    sizes, source = dict(layout.sizes), cast(Any, partitioner.mesh_source)
     settings: dict[str, Any] = {'num_partitions': sizes.get('NUM_PARTITIONS', 1)}
     if axes := _AXES.get(layout.preset):
-        mesh = MeshConfig(
-            axes={'data': -1} | {axis: sizes[macro] for axis, macro in axes.items()},
-            slice_axis=_find_slice_axis(layout.preset, source),
-        )
-        settings = {'mesh': mesh}
+        if layout.preset in _SLICE_AXES:
+            slice_axis = _SLICE_AXES[layout.preset]
+        else:  # the axis of a run with the same axes
+            same = isinstance(source, MeshConfig) and {*source.axes} == {'data', *axes}
+            slice_axis = source.slice_axis if same else None
+        mesh_axes = {'data': -1} | {axis: sizes[macro] for axis, macro in axes.items()}
+        settings = {'mesh': MeshConfig(axes=mesh_axes, slice_axis=slice_axis)}
     return PjitPartitioner(
         logical_axis_rules=rules,
         optimizer_axis_rules=fsdp_logical_axis_rules(rules) if layout.preset == 'zero' else None,
@@ -141,19 +139,3 @@ def lay_out(partitioner: BasePartitioner, layout: Layout) -> PjitPartitioner:
         params_axes_names_override=given.overrides,
         **settings,
     )
-
-
-def _find_slice_axis(preset: str, source: Any) -> str | None:
-    """The axis over slices of a preset, or else of a run with the same axes."""
-    if preset in _SLICE_AXES:
-        return _SLICE_AXES[preset]
-    same = isinstance(source, MeshConfig) and dict(source.axes).keys() == {'data', *_AXES[preset]}
-    return source.slice_axis if same else None
-
-
-def change_pipeline(pipeline: Pipeline | None, layout: Layout) -> Pipeline | None:
-    """Returns the pipeline of a model under a preset: only one of the presets has any."""
-    if layout.preset != 'pipeline':
-        return None
-    kept = {} if pipeline is None else {'recompute_stages': pipeline.recompute_stages}
-    return Pipeline(num_microbatches=_PIPELINED, **kept)

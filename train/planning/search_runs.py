@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import re
@@ -16,13 +18,12 @@ from meshwright import Forecast
 from meshwright.time import constants_of
 from partitioning.amounts import bytes_str
 from train.config import TrainConfig
-from train.errors import ConfigError, first_line
+from train.errors import first_line, writing
 from train.paths import replacing
 from train.planning.candidates import Candidate, change_run, sizes_of
-from train.planning.forecasts import forecast_run, plan_step
+from train.planning.forecasts import forecast_run, plan_step, predict_step
 from train.planning.frontier import draw_search
 from train.planning.machines import Machine
-from train.planning.predictions import predict_step
 from train.planning.searching import Outcome, Prediction, SearchResult, search
 from train.planning.space import Choices, choices_for, list_space
 from train.planning.tables import summary_lines
@@ -86,18 +87,19 @@ def search_run(
     )
     say(f'{len(space.candidates)} candidates on {machine}, {sum(space.dropped.values())} dropped')
 
-    def predict_here(candidate: Candidate) -> Prediction:
+    memory = _Memory(folder / REMEMBERED, machine, write)
+
+    def predict(candidate: Candidate) -> Prediction:
         return predict_step(plan_step(change_run(config, candidate, machine)))
 
     def compile_here(candidate: Candidate) -> Outcome:
         return compile_changed(config, candidate, machine)
 
-    memory = _Memory.load(folder, machine, write)
-    predict, compiler = memory.remember(predict_here, compile_candidate or compile_here)
     result = search(
         space,
-        lambda candidate: predict(candidate.program),  # formulas know no compiler options
-        compiler,
+        # Formulas know no compiler options.
+        lambda one: Prediction(**memory.recall('predicted', one.program, predict)),
+        lambda one: Outcome(**memory.recall('compiled', one, compile_candidate or compile_here)),
         limit=machine.chip.hbm_bytes_per_device,
         best=best,
         say=say,
@@ -122,51 +124,32 @@ def outcome_of(forecast: Forecast) -> Outcome:
     return Outcome(fits=fits, peak=peak, seconds=time.seconds, low=time.low, high=time.high)
 
 
-@dataclasses.dataclass(frozen=True)
 class _Memory:
     """What earlier searches in a folder have found out, in one file.
 
-    Attributes:
+    An entry is valid as long as the settings, the machine and the compilers are the same.
+
+    Args:
       file: the file.
       machine: the machine.
-      write: writes a candidate as text; without it, nothing is remembered.
-      held: the file's content: 'predicted' and 'compiled', each by the name of a candidate.
+      write: writes a candidate as text; without it, nothing is kept in the file.
     """
 
-    file: epath.Path
-    machine: Machine
-    write: Write | None
-    held: dict[str, dict[str, Any]]
-
-    @classmethod
-    def load(cls, folder: epath.Path, machine: Machine, write: Write | None) -> _Memory:
-        file = folder / REMEMBERED
+    def __init__(self, file: epath.Path, machine: Machine, write: Write | None):
+        self.file, self.machine, self.write = file, machine, write
         known = json.loads(file.read_text()) if write is not None and file.exists() else {}
-        return cls(file, machine, write, {'predicted': {}, 'compiled': {}} | known)
+        self.held: dict[str, dict[str, Any]] = {'predicted': {}, 'compiled': {}} | known
 
-    def remember(
-        self, predict: Callable[[Candidate], Prediction], compile_candidate: Compile
-    ) -> tuple[Callable[[Candidate], Prediction], Compile]:
-        """The functions, which are called only for candidates that are not known.
-
-        An entry is valid as long as the settings, the machine and the compilers are the same.
-        """
-        predicted, compiled = self.held['predicted'], self.held['compiled']
-
-        def look_up_prediction(candidate: Candidate) -> Prediction:
-            key = self.key(candidate)
-            if key not in predicted:
-                predicted[key] = dataclasses.asdict(predict(candidate))
-            return Prediction(**predicted[key])
-
-        def look_up_outcome(candidate: Candidate) -> Outcome:
-            key = self.key(candidate)
-            if key not in compiled:
-                compiled[key] = dataclasses.asdict(compile_candidate(candidate))
+    def recall(
+        self, kind: str, candidate: Candidate, find_out: Callable[[Candidate], Any]
+    ) -> dict[str, Any]:
+        """Returns the fields of what is known about a candidate, or of what is found out now."""
+        known, key = self.held[kind], self.key(candidate)
+        if key not in known:
+            known[key] = dataclasses.asdict(find_out(candidate))
+            if kind == 'compiled':
                 self.save()
-            return Outcome(**compiled[key])
-
-        return look_up_prediction, look_up_outcome
+        return known[key]
 
     def key(self, candidate: Candidate) -> str:
         """A name for what is known about a candidate, readable and unique."""
@@ -186,14 +169,13 @@ class _Memory:
             _replace(self.file, json.dumps(self.held, indent=1) + '\n')
 
 
+@functools.cache
 def _versions() -> dict[str, str]:
     """The versions of the compilers that are installed."""
     found = {}
     for name in _COMPILERS:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -217,19 +199,15 @@ def _write_files(
         'dropped': dict(result.dropped),
         'found': found,
     }
-    try:
+    with writing(f'--out {folder}'):
         folder.mkdir(parents=True, exist_ok=True)
         _replace(files['search'], json.dumps(held, indent=1) + '\n')
         if result.winner is not None and write is not None:
             files['winner'] = folder / BEST
             _replace(files['winner'], write(result.winner.candidate, _comment(result, machine)))
-        try:
+        with contextlib.suppress(RuntimeError):  # matplotlib is optional
             draw_search(result, folder / PICTURE, title=f'{machine}: {len(found)} candidates')
             files['picture'] = folder / PICTURE
-        except RuntimeError:  # matplotlib is optional
-            pass
-    except OSError as error:
-        raise ConfigError(f'--out {folder}: {error.strerror or error}') from error
     return files
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -180,8 +180,11 @@ def search(
         chosen = dataclasses.replace(chosen, status='compiled', outcome=outcome)
         found[chosen.candidate] = chosen
         say(_describe(outcome))
-        fastest = _fastest(found.values())
-        found = {c: _prune(one, fastest) for c, one in found.items()}
+        times = [one.seconds for one in found.values() if one.seconds is not None]
+        fastest = min(times, default=math.inf)
+        for one in list(found.values()):
+            if one.status == 'not compiled' and one.prediction and one.prediction.bound >= fastest:
+                found[one.candidate] = dataclasses.replace(one, status='too slow')
     ordered = sorted(found.values(), key=_order)
     return SearchResult(found=tuple(ordered), dropped=dict(space.dropped), limit=limit)
 
@@ -233,18 +236,6 @@ def correct(
         math.exp(usual + sum(weight_of.get(word, 0.0) for word in candidate.features))
         for candidate in candidates
     ]
-
-
-def _fastest(found: Iterable[Found]) -> float | None:
-    return min((f.seconds for f in found if f.seconds is not None), default=None)
-
-
-def _prune(found: Found, fastest: float | None) -> Found:
-    """The candidate as 'too slow' if its bound is above the time of a compiled one."""
-    if fastest is None or found.status != 'not compiled' or found.prediction is None:
-        return found
-    slow = found.prediction.bound >= fastest
-    return dataclasses.replace(found, status='too slow') if slow else found
 
 
 def _order(found: Found) -> tuple[int, float]:

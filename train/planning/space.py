@@ -80,11 +80,6 @@ class Space:
     candidates: tuple[Candidate, ...]
     dropped: Mapping[str, int]
 
-    @property
-    def size(self) -> int:
-        """The number of combinations of the choices."""
-        return len(self.candidates) + sum(self.dropped.values())
-
 
 def list_space(run: RunSizes, choices: Choices | None = None) -> Space:
     """Lists the candidates for a run, in a fixed order.
@@ -94,9 +89,7 @@ def list_space(run: RunSizes, choices: Choices | None = None) -> Space:
       choices: the values of each setting, by default `Choices()`.
     """
     choices = choices or Choices()
-    layouts = choices.layouts
-    if layouts is None:
-        layouts = list(_list_layouts(run))
+    layouts = list(_list_layouts(run)) if choices.layouts is None else choices.layouts
     remats: Sequence[RematChoice | None] = choices.remats if run.model else (None,)
     chunks = choices.output_chunks if run.output else (None,)
     # The empty dict removes all options; more cannot be said in addition to it.
@@ -105,8 +98,7 @@ def list_space(run: RunSizes, choices: Choices | None = None) -> Space:
     candidates, dropped = [], collections.Counter[str]()
     others = itertools.product(choices.num_microbatches, remats, chunks, options)
     for layout, (microbatches, remat, count, option) in itertools.product(layouts, list(others)):
-        reason = _find_problem(run, layout, microbatches)
-        if reason:
+        if reason := _find_problem(run, layout, microbatches):
             dropped[reason] += 1
             continue
         candidates.append(

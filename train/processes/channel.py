@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from train.errors import ConfigError
-from train.processes.agreement import (
+from train.processes.disagreements import (
     Disagreement,
     NotTogether,
     differences,
@@ -141,7 +141,8 @@ def _gather_all(listener: socket.socket, own: Message, limits: Limits) -> Member
         problem = _check_hello(hello, own, hellos)
         if problem is None:
             hellos[int(hello['index'])], connections[int(hello['index'])] = hello, connection
-    problem = problem or _check_packages([hellos[i]['packages'] for i in range(count)])
+    if problem is None and (found := differences([hellos[i]['packages'] for i in range(count)])):
+        problem = disagreement(found, count, 'install the same versions on all hosts')
     for connection in answered:
         if problem is None:
             connection.send('start')
@@ -184,13 +185,6 @@ def _check_hello(hello: Message, own: Message, hellos: Mapping[int, Message]) ->
     return None
 
 
-def _check_packages(versions: list[Mapping[str, str]]) -> ConfigError | None:
-    if not (found := differences(versions)):
-        return None
-    advice = 'install the same versions on all hosts'
-    return disagreement(found, len(versions), advice)
-
-
 # ---- the other processes
 
 
@@ -204,9 +198,10 @@ def _connect(host: str, port: int, hello: Message, limits: Limits) -> Member:
             why = error.strerror or str(error)
         else:
             connection.send('hello', **hello)
-            answer = _answer(connection, deadline + _SECONDS_FOR_THE_MESSAGE)
-            if answer is not None:
-                break
+            left = deadline + _SECONDS_FOR_THE_MESSAGE - time.monotonic()
+            with contextlib.suppress(TimeoutError):
+                if (answer := connection.receive(max(0.1, left))) is not None:
+                    break
             why = 'it has closed the connection'
         if time.monotonic() > deadline:
             raise NotTogether(
@@ -221,13 +216,6 @@ def _connect(host: str, port: int, hello: Message, limits: Limits) -> Member:
         note_raised_everywhere(refusal)
         raise refusal
     return _start_member(Member(connection, int(hello['index']), int(hello['count']), limits))
-
-
-def _answer(connection: Connection, deadline: float) -> Message | None:
-    try:
-        return connection.receive(max(0.1, deadline - time.monotonic()))
-    except TimeoutError:
-        return None
 
 
 def _start_member(one: Member) -> Member:

@@ -186,7 +186,7 @@ def _read_open_mpi(environ: Environment) -> _Found | None:
             f'{rank if count is None else size} is set, but {size if count is None else rank} is '
             'not: start the processes with mpirun'
         )
-    _check_index(index, count, rank, size)
+    check_index(index, count, rank, size)
     local = _read_number(environ, 'OMPI_COMM_WORLD_LOCAL_SIZE', 1) or 1
     host, job = _find_mpirun(environ)
     here = environ.get('PMIX_HOSTNAME') or host
@@ -228,7 +228,7 @@ def _read_slurm(environ: Environment) -> _Found | None:
             'srun has not started this process of a Slurm job, because SLURM_STEP_NUM_TASKS, '
             'SLURM_STEP_NODELIST or SLURM_PROCID is not set: write srun in front of the command'
         )
-    _check_index(index, count, 'SLURM_PROCID', name)
+    check_index(index, count, 'SLURM_PROCID', name)
     hosts = environ.get('SLURM_STEP_NODELIST') or environ.get('SLURM_JOB_NODELIST')
     # Steps of one job can share a host, and so can jobs with successive numbers.
     job, step = _read_number(environ, 'SLURM_JOB_ID'), _read_number(environ, 'SLURM_STEP_ID')
@@ -268,7 +268,7 @@ def _read_tpus(environ: Environment) -> _Found | None:
     if index is None or not coordinator:
         missing = 'MEGASCALE_SLICE_ID' if index is None else 'MEGASCALE_COORDINATOR_ADDRESS'
         raise ConfigError(f'this is one of {slices} TPU slices, but {missing} is not set')
-    _check_index(index, slices, 'MEGASCALE_SLICE_ID', 'MEGASCALE_NUM_SLICES')
+    check_index(index, slices, 'MEGASCALE_SLICE_ID', 'MEGASCALE_NUM_SLICES')
     variables += f', MEGASCALE_NUM_SLICES={slices} and MEGASCALE_SLICE_ID={index}'
     count, place = slices * len(hosts), index * len(hosts) + worker
     return _Found(f'{slices} TPU slices', count, place, variables, coordinator)
@@ -299,7 +299,7 @@ def _read_kubernetes(environ: Environment) -> _Found | None:
             f'JOB_INDEX={job} is set, but PROCESSES_IN_JOB is not: set it to the pods per job'
         )
     index = job * (pods or 0) + pod
-    _check_index(index, count, 'the index of the pod', name)
+    check_index(index, count, 'the index of the pod', name)
     variables = f'{name}={count} and JOB_COMPLETION_INDEX={pod}'
     jobset, replicated = environ.get('JOBSET_NAME'), environ.get('REPLICATED_JOB_NAME')
     if not jobset or not replicated:
@@ -322,7 +322,7 @@ def _read_jax(environ: Environment) -> _Found | None:
         return None  # The latter is read with the variables of Kubernetes.
     if index is None:
         raise ConfigError(f'{name}={count} is set, but {_INDEX} is not: set both')
-    _check_index(index, count, _INDEX, name)
+    check_index(index, count, _INDEX, name)
     variables = f'{name}={count} and {_INDEX}={index}'
     return _Found('the variables of JAX', count, index, variables, None)
 
@@ -360,8 +360,9 @@ def _read_number(environ: Environment, name: str, minimum: int = 0) -> int | Non
     return int(text)
 
 
-def _check_index(index: int, count: int, name: str, name_of_count: str) -> None:
-    if index >= count:
+def check_index(index: int, count: int, name: str, name_of_count: str) -> None:
+    """Checks that the index of a process is smaller than the number of processes."""
+    if index not in range(count):
         raise ConfigError(
             f'{name}={index} must be from 0 to {count - 1}, because {name_of_count}={count}'
         )

@@ -13,8 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from train.processes.interrupted import AT_ONCE, RESTARTABLE, Interrupted
 from train.processes.output import enumerated
+from train.processes.signals import AT_ONCE, RESTARTABLE, Interrupted
 from train.processes.wire import Connection, Limits, Message
 
 # What the processes gather at the start of a run, which forgets the signals of an earlier one.
@@ -116,7 +116,9 @@ class Hub:
         """Acts on a message of a process."""
         match message['kind']:
             case 'beat':
-                self._note(self._seen[index], message)
+                seen = self._seen[index]
+                seen.place, seen.quiet = str(message['place']), float(message['quiet'])
+                seen.waits, seen.compiles = bool(message['waits']), bool(message['compiles'])
             case 'gather':
                 self._gather(index, message)
             case 'signal':
@@ -131,10 +133,6 @@ class Hub:
                 self._seen[index].left = True
                 self._end_of_all()
                 self._check_waiting()
-
-    def _note(self, seen: _Seen, beat: Message) -> None:
-        seen.place, seen.quiet = str(beat['place']), float(beat['quiet'])
-        seen.waits, seen.compiles = bool(beat['waits']), bool(beat['compiles'])
 
     def _gather(self, index: int, message: Message) -> None:
         number = int(message['number'])

@@ -7,25 +7,29 @@ import contextlib
 import faulthandler
 import math
 import os
+import re
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 from typing import Any
 
 import jax
 
 from train.errors import ConfigError, first_line
 from train.processes import signals
-from train.processes.agreement import NotTogether
 from train.processes.channel import current_member, open_channel
-from train.processes.environment import ProcessAddress, find_processes
-from train.processes.metadata import read_metadata
+from train.processes.disagreements import NotTogether
+from train.processes.environment import ProcessAddress, check_index, find_processes
 from train.processes.output import error_fd
 from train.processes.wire import Limits
 
 # jax's own limits are longer than ours, because its end of a process is an abortion with a trace.
 _TIMES_OURS = 4
 _SECONDS_BETWEEN_TRIES = 0.05
+# The server of metadata of Google Cloud, and how often and how long it is asked.
+_METADATA, _METADATA_SECONDS, _METADATA_TRIES = 'metadata.google.internal', 5.0, 3
 # gRPC's variables: its proxies, and the hosts that it reaches without them.
 _PROXIES, _WITHOUT_PROXY = ('grpc_proxy', 'https_proxy', 'http_proxy'), 'no_grpc_proxy'
 
@@ -51,15 +55,11 @@ def find_address(
       ConfigError: if only some of the three are given, if the index is out of range, or if the
         environment says nothing of processes.
     """
-    given = (coordinator_address, process_count, process_index)
     if coordinator_address and process_count is not None and process_index is not None:
-        if process_index not in range(process_count):
-            raise ConfigError(
-                f'--process_index={process_index} must be from 0 to {process_count - 1}, because '
-                f'--process_count={process_count}'
-            )
+        check_index(process_index, process_count, '--process_index', '--process_count')
         return ProcessAddress(coordinator_address, process_count, process_index, 'flags')
-    if any(x is not None for x in given[1:]) or (coordinator_address and not auto_detect):
+    incomplete = process_count is not None or process_index is not None
+    if incomplete or (coordinator_address and not auto_detect):
         raise ConfigError(
             '--coordinator_address, --process_count and --process_index must be given together'
         )
@@ -120,6 +120,80 @@ def leave_processes() -> None:
     """Waits until all processes of the run are done. Without others it does nothing."""
     if one := current_member():
         one.leave()
+
+
+# ---- Cloud TPU VMs, whose environment says nothing
+
+
+def read_metadata(server: str | None = None, wait: float = 1.0) -> dict[str, str]:
+    """Asks the server of metadata of Google Cloud for the place of this machine in a TPU slice.
+
+    Each machine of Google Cloud has such a server. Other machines do not know its name, and learn
+    this at once.
+
+    Args:
+      server: host or host:port of the server; by default GCE_METADATA_IP, or the usual name.
+      wait: the seconds between two tries if the server does not answer.
+
+    Returns:
+      The variables that GKE would set in the environment, for `find_processes`: TPU_WORKER_ID,
+      TPU_WORKER_HOSTNAMES, and for several slices those that begin with MEGASCALE_. Empty if this
+      is not a Cloud TPU VM.
+
+    Raises:
+      ConfigError: if the server fails, or its answer is not understood.
+    """
+    server = server or os.environ.get('GCE_METADATA_IP') or _METADATA
+    worker = _ask(server, 'agent-worker-number', wait)
+    if worker is None:
+        return {}
+    endpoints = _ask(server, 'worker-network-endpoints', wait) or ''
+    # A host is written as its name, or as name:number:address.
+    hosts = [entry.rpartition(':')[2].strip() for entry in endpoints.split(',')]
+    if not worker.strip().isdecimal() or not all(hosts):
+        raise ConfigError(
+            f'the server of metadata gives {worker!r} as the index of this host of a TPU, and '
+            f'{endpoints!r} as its hosts: give --coordinator_address, --process_count and '
+            '--process_index'
+        )
+    # Lines such as MEGASCALE_NUM_SLICES: '2'
+    slices = re.findall(
+        r"^\s*(MEGASCALE_\w+)\s*:\s*'?([^'\n]*?)'?\s*$", _ask(server, 'tpu-env', wait) or '', re.M
+    )
+    return {
+        'TPU_WORKER_ID': worker.strip(),
+        'TPU_WORKER_HOSTNAMES': ','.join(hosts),
+        **{name: value for name, value in slices if value},
+    }
+
+
+def _ask(server: str, attribute: str, wait: float) -> str | None:
+    """An attribute of this machine, or None if the attribute or the server does not exist."""
+    request = urllib.request.Request(
+        f'http://{server}/computeMetadata/v1/instance/attributes/{attribute}',
+        headers={'Metadata-Flavor': 'Google'},
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy knows it
+    for tries_left in reversed(range(_METADATA_TRIES)):
+        try:
+            with opener.open(request, timeout=_METADATA_SECONDS) as answer:
+                if answer.headers.get('Metadata-Flavor') != 'Google':
+                    return None  # Somebody else answers at this name.
+                return str(answer.read().decode(errors='replace'))
+        except urllib.error.HTTPError as error:
+            if error.code == 404:
+                return None
+            problem: Exception = error
+        except OSError as error:
+            if isinstance(getattr(error, 'reason', None), socket.gaierror):
+                return None  # The name is known in Google Cloud only.
+            problem = error
+        if tries_left:
+            time.sleep(wait)
+    raise ConfigError(
+        f'the server of metadata at {server} does not say which host of a TPU this is '
+        f'({first_line(problem)}): give --coordinator_address, --process_count and --process_index'
+    )
 
 
 # ---- the relay

@@ -17,8 +17,8 @@ from partitioning.untrusted_text import printable
 from train.processes import signals
 from train.processes.activity import Activity, begin_activity, current_activity, waiting
 from train.processes.hub import BEGIN, died, silent
-from train.processes.interrupted import AFTER_CTRL_C, RESTARTABLE, handling, how_to_resume
 from train.processes.output import print_error
+from train.processes.signals import AFTER_CTRL_C, RESTARTABLE, handling, how_to_resume
 from train.processes.watchdog import end_process
 from train.processes.wire import Connection, Limits, Message
 

@@ -18,17 +18,17 @@ import jax
 from etils import epath
 
 from partitioning.untrusted_text import printable
-from train.errors import USER_ERRORS, ConfigError, first_line
+from train.errors import USER_ERRORS, ConfigError, first_line, writing
 from train.processes import signals
 from train.processes.activity import Activity
-from train.processes.agreement import (
+from train.processes.channel import connected_member, current_member
+from train.processes.disagreements import (
     differences,
     digest,
     disagreement,
     note_raised_everywhere,
     raised_everywhere,
 )
-from train.processes.channel import connected_member, current_member
 from train.processes.member import SECONDS_FOR_THE_HUB
 from train.processes.output import print_error
 
@@ -87,15 +87,12 @@ def _await_cause(error: BaseException) -> None:
     When a process dies or fails, the connections of jax and of collectives break in all others.
     jax raises some of these errors while it handles one, without naming it as the cause.
     """
-    if any(isinstance(e, jax.errors.JaxRuntimeError) or 'Gloo' in str(e) for e in _chain(error)):
-        time.sleep(SECONDS_FOR_THE_HUB)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, what it was raised from or while handling what, and so on."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+    one: BaseException | None = error
+    while one is not None:
+        if isinstance(one, jax.errors.JaxRuntimeError) or 'Gloo' in str(one):
+            time.sleep(SECONDS_FOR_THE_HUB)
+            return
+        one = one.__cause__ or one.__context__
 
 
 def raise_on_all_processes(title: str = 'a part of the run') -> AbstractContextManager[None]:
@@ -197,12 +194,9 @@ def check_shared_folder(setting: str, folder: epath.Path) -> None:
     path = folder / name
     with raise_on_all_processes(title):
         if jax.process_index() == 0:
-            try:
+            with writing(f'{setting} {folder}'):
                 folder.mkdir(parents=True, exist_ok=True)
                 path.write_text('')
-            except OSError as error:
-                why = error.strerror or error
-                raise ConfigError(f'{setting} {folder} cannot be written: {why}') from error
     try:
         seen = 'contains what process 0 writes' if path.exists() else 'another folder'
         check_same(

@@ -24,8 +24,8 @@ from partitioning.untrusted_text import printable
 from train.errors import check_seconds
 from train.paths import is_remote
 from train.processes.activity import Activity
-from train.processes.interrupted import RESTARTABLE
 from train.processes.output import error_fd, print_error
+from train.processes.signals import RESTARTABLE
 
 # Without a limit for steps, a step may take this many times as long as the slowest one so far,
 # and at least so many seconds.

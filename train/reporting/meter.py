@@ -53,10 +53,8 @@ class StartClock:
         ]
         metrics = {f'start/seconds_{n.replace(" ", "_")}': s for n, s in parts.items() if s}
         line = f'first step after {format_seconds(total)}'
-        return ': '.join([line, ', '.join(shown)] if shown else [line]), {
-            'start/seconds_to_first_step': total,
-            **metrics,
-        }
+        line += f': {", ".join(shown)}' if shown else ''
+        return line, {'start/seconds_to_first_step': total, **metrics}
 
 
 def _age_of_process() -> float:

@@ -166,5 +166,7 @@ class EventFile:
         """An event as a record of the TFRecord format: its length, the event, and checksums."""
         data = event.SerializeToString()
         length = struct.pack('<Q', len(data))
-        sums = (struct.pack('<I', self._checksum(part)) for part in (length, data))
-        return length + next(sums) + data + next(sums)
+        framed = b''
+        for part in (length, data):
+            framed += part + struct.pack('<I', self._checksum(part))
+        return framed

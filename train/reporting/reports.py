@@ -14,6 +14,8 @@ from partitioning.amounts import bytes_str
 from partitioning.plan import Audit, PlanRow
 from partitioning.rules import as_tuple, boundary_spec
 
+_MOST_PARAMETERS = 10  # in the table of the largest
+
 
 def format_seconds(seconds: float) -> str:
     """Formats a duration for people: '1.2 s', '2:33' or '1:02:33'."""
@@ -54,10 +56,8 @@ def describe_devices(mesh: Mesh) -> str:
     """Returns the number and kind of the devices, such as '8 CPU devices, 1 process'."""
     kinds = sorted({d.device_kind.replace('cpu', 'CPU') for d in mesh.devices.flat})
     processes = len({d.process_index for d in mesh.devices.flat})
-    return (
-        f'{mesh.size:,} {" and ".join(kinds)} device{"s" if mesh.size > 1 else ""}, '
-        f'{processes:,} process{"es" if processes > 1 else ""}'
-    )
+    devices = count_str(mesh.size, f'{" and ".join(kinds)} device')
+    return f'{devices}, {processes:,} process{"es" if processes > 1 else ""}'
 
 
 def mesh_table(mesh: Mesh) -> Table:
@@ -80,8 +80,8 @@ def describe_data(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         unit = 'example' if part['rows'].get('task') == 'Examples' else 'document'
         share = '' if len(parts) == 1 else f'{part["source"]} ({part["weight"]:.1%} of the rows): '
         yield (
-            f'{share}training on {_count(part["documents"], unit)} '
-            f'({bytes_str(part["bytes"])}), {_count(part["held_out_documents"], unit)} held out'
+            f'{share}training on {count_str(part["documents"], unit)} '
+            f'({bytes_str(part["bytes"])}), {count_str(part["held_out_documents"], unit)} held out'
         )
 
 
@@ -92,13 +92,14 @@ def describe_epochs(steps_rows: int, rows_per_epoch: int) -> str:
     return f'{count} epochs (1 epoch is {rows_per_epoch:,} rows)'
 
 
-def _count(number: int, unit: str) -> str:
+def count_str(number: int, unit: str) -> str:
+    """Formats a number of things for people: '1 file' or '1,024 files'."""
     return f'{number:,} {unit}{"" if number == 1 else "s"}'
 
 
-def describe_parameters(rows: Sequence[PlanRow], limit: int = 10) -> tuple[str, Table]:
+def describe_parameters(rows: Sequence[PlanRow]) -> tuple[str, Table]:
     """Returns a title with the size of all parameters, and a table of the largest ones."""
-    largest = sorted(rows, key=lambda row: -row.bytes_total)[:limit]
+    largest = sorted(rows, key=lambda row: -row.bytes_total)[:_MOST_PARAMETERS]
     count = sum(math.prod(row.shape) for row in rows)
     total = bytes_str(sum(row.bytes_total for row in rows))
     per_device = bytes_str(sum(row.bytes_per_device for row in rows))

@@ -76,7 +76,12 @@ class Writers:
         Raises:
           OSError: as `write`.
         """
-        self._call_together('rewritten', lambda writer: _forget(writer, step, names))
+
+        def drop(writer: Any) -> None:
+            if hasattr(writer, 'forget'):
+                writer.forget(step, names)
+
+        self._call_together('rewritten', drop)
 
     def close(self) -> None:
         """Closes every writer, even if one fails.
@@ -116,11 +121,6 @@ class Writers:
                     self._say(f'the metrics of {name} can be {done} again')
                 self._failing.discard(i)
         return first
-
-
-def _forget(writer: MetricWriter, step: int, names: Collection[str]) -> None:
-    if hasattr(writer, 'forget'):
-        writer.forget(step, names)
 
 
 def open_writers(
@@ -186,7 +186,11 @@ class JsonWriter:
         self._file.append((json.dumps({'step': step, **values}) + '\n').encode())
 
     def forget(self, step: int, names: Collection[str]) -> None:
-        kept = [line for line in self._lines if not _is_of_evaluator(line, step, names)]
+        prefixes, kept = tuple(f'{name}/' for name in names), []
+        for line in self._lines:
+            record = json.loads(line)
+            if record['step'] != step or not any(key.startswith(prefixes) for key in record):
+                kept.append(line)
         if len(kept) < len(self._lines):
             self._file.replace(''.join(kept).encode())
             self._lines = kept
@@ -201,12 +205,6 @@ def _is_record(line: str, last_step: int) -> bool:
         return line.endswith('\n') and json.loads(line)['step'] <= last_step
     except (ValueError, TypeError, KeyError):
         return False
-
-
-def _is_of_evaluator(line: str, step: int, names: Collection[str]) -> bool:
-    """Whether a line is the record of one of these evaluators at a step."""
-    record, prefixes = json.loads(line), tuple(f'{name}/' for name in names)
-    return record['step'] == step and any(key.startswith(prefixes) for key in record)
 
 
 class TensorBoardWriter:

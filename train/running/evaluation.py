@@ -42,7 +42,14 @@ def evaluate(
     """
     with raise_on_all_processes():
         folder = None if output_dir is None else as_folder('output_dir', output_dir)
-    run = in_restored_dtype(prepare(config), restore)
+    run = prepare(config)
+    if restore is not None and restore.dtype is not None:
+        program = run.plan.program
+        assert program is not None
+        abstract = program.abstract_state
+        abstract = abstract.replace(params=with_dtype(abstract.params, restore.dtype))
+        plan = dataclasses.replace(run.plan, program=program._replace(abstract_state=abstract))
+        run = dataclasses.replace(run, plan=plan)
     state = restore_for_evaluation(run, restore)
     step = int(state.step)
     scores = run_evaluators(prepare_evaluators(run), state, step)
@@ -57,18 +64,6 @@ def evaluate(
             writers.write(step, scores)
         run.console.files(writers.paths)
     return scores
-
-
-def in_restored_dtype(run: Run, restore: RestoreConfig | None) -> Run:
-    """The run with parameters of the dtype that the settings of a checkpoint ask for."""
-    if restore is None or restore.dtype is None:
-        return run
-    program = run.plan.program
-    assert program is not None
-    abstract = program.abstract_state
-    abstract = abstract.replace(params=with_dtype(abstract.params, restore.dtype))
-    plan = dataclasses.replace(run.plan, program=program._replace(abstract_state=abstract))
-    return dataclasses.replace(run, plan=plan)
 
 
 def restore_for_evaluation(run: Run, restore: RestoreConfig | None = None) -> TrainState:

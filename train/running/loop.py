@@ -14,7 +14,7 @@ from train.evaluators.evaluator import is_due, run_evaluators
 from train.objectives import NextToken
 from train.paths import file_of_run
 from train.processes import signals
-from train.processes.interrupted import Interrupted, handling
+from train.processes.signals import Interrupted, handling
 from train.processes.together import agree_on, raise_on_all_processes
 from train.reporting.writers import Writers
 from train.running.health import NotFinite

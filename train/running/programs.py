@@ -20,7 +20,7 @@ from train.optimizers import learning_rate_of
 from train.processes.activity import awaiting_threads, calling_compiler
 from train.reporting.memory import check_fits, memory_advice
 from train.reporting.meter import peak_flops
-from train.running.agreements import agree_on_program
+from train.running.checks import agree_on_program
 from train.running.run import PlannedRun, Run
 from train.running.start import Start
 from train.running.steps import make_train_step

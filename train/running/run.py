@@ -15,6 +15,7 @@ from etils import epath
 
 from partitioning import Plan, TrainState
 from partitioning.hardware import OptionValue, option_values
+from partitioning.plan import Audit
 from partitioning.state import path_str
 from train.config import TrainConfig
 from train.data import OpenTask, Task, record
@@ -82,6 +83,11 @@ class Run(PlannedRun):
     evaluators: Mapping[str, Any]
     evaluated: Mapping[str, OpenTask]
     rows: Any
+
+    @functools.cached_property
+    def audit(self) -> Audit:
+        """The bytes of the state per device, and what is replicated."""
+        return self.plan.audit()
 
     @functools.cached_property
     def record(self) -> dict[str, Any]:
@@ -222,7 +228,7 @@ def report_run(run: Run) -> None:
     title, table = describe_parameters([r for r in run.plan.rows if r.role == 'parameters'])
     run.console.heading(title)
     run.console.show(table)
-    for line in describe_audit(run.plan.audit()):
+    for line in describe_audit(run.audit):
         say(line)
     for line in describe_options(run.plan.compiler_options):
         say(line)

@@ -16,7 +16,7 @@ from train.checkpoints.opening import find_checkpoint, open_restored
 from train.checkpoints.reading import CheckpointReader
 from train.checkpoints.steps.finding import t5x_steps
 from train.data import Feed, LocalBatches, record
-from train.errors import ConfigError
+from train.errors import ConfigError, writing
 from train.gin.text import write_gin_text
 from train.machine.compiling import describe_options
 from train.paths import beside, replacing
@@ -198,31 +198,24 @@ def write_run_files(run: Run) -> dict[str, str]:
     Raises:
       ConfigError: if the folder cannot be written.
     """
-    with run.console.phase('writing the description of the run'):
-        try:
-            run.directory.mkdir(parents=True, exist_ok=True)
-            if jax.process_index() == 0:
-                write_gin_text(run.directory, _name_here(run, 'config.gin'))
-                info = run.directory / _name_here(run, 'model-info.txt')
-                compiled = '\n'.join(describe_options(run.plan.compiler_options))
-                text = f'{run.plan.audit()}\n\n{describe_variables(run.plan.rows)}'
-                with replacing(info) as unfinished:
-                    unfinished.write_text(f'{text}\n{compiled}\n' if compiled else text)
-                with replacing(run.directory / 'plan.json') as unfinished:
-                    run.plan.save(unfinished)
-                record.write_record(run.directory, run.record)
-                names = {n: _name_here(run, n) for n in ('config.gin', 'plan.json', record.FILE)}
-                paths = {name: run.directory / here for name, here in names.items()}
-                return {name: path.read_text() for name, path in paths.items() if path.exists()}
-        except OSError as error:
-            raise ConfigError(
-                f'MODEL_DIR {run.directory} cannot be written: {error.strerror or error}'
-            ) from error
-    return {}
-
-
-def _name_here(run: Run, name: str) -> str:
-    """The name of a file of this run. What T5X has written into its folder stays as it is."""
-    other = beside(name)
-    ours = (run.directory / record.FILE).exists() or not t5x_steps(run.directory)
-    return name if ours and not (run.directory / other).exists() else other
+    folder, plan = run.directory, run.plan
+    with run.console.phase('writing the description of the run'), writing(f'MODEL_DIR {folder}'):
+        folder.mkdir(parents=True, exist_ok=True)
+        if jax.process_index() != 0:
+            return {}
+        # What T5X has written into its folder stays as it is.
+        ours = (folder / record.FILE).exists() or not t5x_steps(folder)
+        config, info = (
+            folder / (name if ours and not (folder / beside(name)).exists() else beside(name))
+            for name in ('config.gin', 'model-info.txt')
+        )
+        write_gin_text(folder, config.name)
+        compiled = '\n'.join(describe_options(plan.compiler_options))
+        text = f'{run.audit}\n\n{describe_variables(plan.rows)}'
+        with replacing(info) as unfinished:
+            unfinished.write_text(f'{text}\n{compiled}\n' if compiled else text)
+        with replacing(folder / 'plan.json') as unfinished:
+            plan.save(unfinished)
+        record.write_record(folder, run.record)
+        paths = {'config.gin': config} | {n: folder / n for n in ('plan.json', record.FILE)}
+        return {name: path.read_text() for name, path in paths.items() if path.exists()}

@@ -104,18 +104,14 @@ class StopConditions:
                 values.append(scalars[condition.metric])
                 reasons.append(condition.reason(values))
             else:
-                _check_known(condition.metric, scalars)
+                # Its evaluator, if it has just run, must report the metric.
+                metric, group = condition.metric, condition.metric.rpartition('/')[0]
+                if others := [name for name in scalars if name.rpartition('/')[0] == group]:
+                    raise ConfigError(
+                        f'TrainConfig.stop_when: {metric!r} is not reported.'
+                        f'{nearest(metric, others)} {group}/ has '
+                        f'{", ".join(name.rpartition("/")[2] for name in others)}'
+                    )
         found = next(filter(None, reasons), None)
         ends = bool(reasons) and agree_on(found is not None)
         return (found or 'process 0 ends the run') if ends else None
-
-
-def _check_known(metric: str, scalars: Mapping[str, float]) -> None:
-    """Checks that the evaluator of a metric, if it has just run, reports the metric."""
-    group = metric.rpartition('/')[0]
-    others = [name for name in scalars if name.rpartition('/')[0] == group]
-    if others:
-        raise ConfigError(
-            f'TrainConfig.stop_when: {metric!r} is not reported.{nearest(metric, others)} '
-            f'{group}/ has {", ".join(name.rpartition("/")[2] for name in others)}'
-        )

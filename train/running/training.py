@@ -21,7 +21,7 @@ from train.processes.watchdog import Watchdog
 from train.reporting.console import RunConsole
 from train.reporting.meter import Meter, Profiler, StartClock, format_figures
 from train.reporting.writers import open_writers
-from train.running.agreements import agree_on_layout, agree_on_settings, check_plan
+from train.running.checks import agree_on_layout, agree_on_settings, check_plan
 from train.running.health import Health
 from train.running.loop import (
     completing,

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from train.cli.command import CommandParser, configure, run_command
+from train.cli.command import CommandParser, configure, gin_settings, run_command
 
 _DESCRIPTION = """\
 Lists the settings of T5X's gin files: their values, what they become here, and which of them have
@@ -36,11 +36,10 @@ def _report(options: argparse.Namespace) -> None:
     from train.t5x.report import describe_imports, print_report, report_rows
 
     files = [*options.files, *options.gin_file]
-    folders = [path for value in options.gin_search_paths for path in value.split(',') if path]
-    allow = [name for value in options.gin_allow for name in value.split(',') if name]
+    bindings, folders, allow = gin_settings(options)
     if not files:
         raise ConfigError('no gin file: add FILE.gin')
-    statements = read_statements(files, options.gin_bindings, folders)
+    statements = read_statements(files, bindings, folders)
     register_listed()
     checks.import_modules(statements, allow, ALIASES)
     notes = list(describe_imports(statements))

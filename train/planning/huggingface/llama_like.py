@@ -6,7 +6,6 @@ from train.checkpoints.huggingface.config_json import ConfigJson
 from train.checkpoints.huggingface.decoders import (
     Settings,
     read_common,
-    read_gemma2,
     read_llama,
     read_qwen3,
     read_windows,
@@ -15,30 +14,18 @@ from train.errors import ConfigError
 from train.models.experts import ExpertsConfig
 
 
-def read_phi3(c: ConfigJson) -> Settings:
-    """Phi 3 and 4, which store queries, keys and values as one matrix."""
-    _require_silu(c)
-    return read_common(c) | read_windows(c, c.get('sliding_window'), lambda i: True)
-
-
-def read_ministral(c: ConfigJson) -> Settings:
-    """Ministral, in which some layers are local."""
-    _require_silu(c)
-    return read_common(c) | read_windows(c, c.get('sliding_window', 4096), lambda i: True)
+def read_phi3(c: ConfigJson, default_window: int | None = None) -> Settings:
+    """Phi 3 and 4, which store queries, keys and values as one matrix; Ministral has a window."""
+    window = c.get('sliding_window', default_window)
+    return _read_silu(c) | read_windows(c, window, lambda i: True)
 
 
 def read_stablelm(c: ConfigJson) -> Settings:
     """StableLM 2 and 3B. 12B has other norms."""
-    _require_silu(c)
     c.require('qk_layernorm', False, default=False)
     c.require('use_parallel_residual', False, default=False)
     biases = ('qkv', 'norm') if c.get('use_qkv_bias') else ('norm',)
-    return read_common(c) | layer_norm(c, 'layer_norm_eps') | {'biases': biases}
-
-
-def read_granite(c: ConfigJson) -> Settings:
-    """Granite 3, without experts."""
-    return read_llama(c) | {'attention_scale': c.get('attention_multiplier')}
+    return _read_silu(c) | layer_norm(c, 'layer_norm_eps') | {'biases': biases}
 
 
 def read_arcee(c: ConfigJson) -> Settings:
@@ -56,81 +43,50 @@ def read_nemotron(c: ConfigJson) -> Settings:
     return settings | layer_norm(c, 'norm_eps') | {'norm_scale_offset': True, 'biases': biases}
 
 
-def read_helium(c: ConfigJson) -> Settings:
-    """Helium. Its output of attention never has a bias."""
-    settings = read_llama(c)
-    return settings | {'biases': tuple(b for b in settings['biases'] if b != 'out')}
-
-
 def read_ernie(c: ConfigJson) -> Settings:
     """Ernie 4.5 without experts."""
-    _require_silu(c)
     biases = ('qkv', 'out', 'mlp') if c.get('use_bias') else ()
-    return read_common(c, is_tied=True) | {'biases': biases, 'head_dim': c.get('head_dim', 128)}
+    return _read_silu(c, is_tied=True) | {'biases': biases, 'head_dim': c.get('head_dim', 128)}
 
 
 def read_seed_oss(c: ConfigJson) -> Settings:
     """Seed OSS, which says for each matrix of attention whether it has a bias."""
-    _require_silu(c)
     biases = {
         'qkv': c.get('attention_bias', True),
         'out': c.get('attention_out_bias', False),
         'mlp': c.get('mlp_bias', False),
     }
-    return read_common(c) | {
+    return _read_silu(c) | {
         'biases': tuple(name for name, has_it in biases.items() if has_it),
         'head_dim': c.get('head_dim', 128),
     }
 
 
-def read_hunyuan(c: ConfigJson) -> Settings:
-    """Hunyuan without experts, which norms the heads of queries and keys."""
-    return read_llama(c) | {'qk_norm': True}
-
-
 def read_glm(c: ConfigJson) -> Settings:
     """GLM 4 of 2024."""
-    _require_silu(c)
     biases = ('qkv',) if c.get('attention_bias', True) else ()
-    return read_common(c) | {'biases': biases, 'head_dim': c.get('head_dim', 128)}
-
-
-def read_glm4(c: ConfigJson) -> Settings:
-    """GLM 4 of 2025, which norms the outputs of attention and MLP too."""
-    return read_glm(c) | {'post_norms': True}
+    return _read_silu(c) | {'biases': biases, 'head_dim': c.get('head_dim', 128)}
 
 
 def read_exaone4(c: ConfigJson) -> Settings:
     """EXAONE 4. In the large model, every fourth layer is global."""
-    _require_silu(c)
     every = c.get('sliding_window_pattern', 4)
     # Small models have no window, and older files say so with a pattern of null.
     window = c.values.get('sliding_window', 4096)
     windows = read_windows(c, window, lambda i: not isinstance(every, int) or (i + 1) % every != 0)
-    return read_common(c) | windows | {'qk_norm': True}
-
-
-def read_olmo(c: ConfigJson) -> Settings:
-    """OLMo 1."""
-    return read_llama(c) | {'norm': 'layer'}
-
-
-def read_olmo2(c: ConfigJson) -> Settings:
-    """OLMo 2."""
-    return read_llama(c) | {'qk_norm': True}
+    return _read_silu(c) | windows | {'qk_norm': True}
 
 
 def read_olmo3(c: ConfigJson) -> Settings:
     """OLMo 3, in which every fourth layer is global."""
-    window = c.values.get('sliding_window', 4096)
-    return read_olmo2(c) | read_windows(c, window, lambda i: (i + 1) % 4 != 0)
+    windows = read_windows(c, c.values.get('sliding_window', 4096), lambda i: (i + 1) % 4 != 0)
+    return read_llama(c) | windows | {'qk_norm': True}
 
 
 def read_cohere(c: ConfigJson) -> Settings:
     """Command R."""
-    _require_silu(c)
     biases = ('qkv', 'out') if c.get('attention_bias') else ()
-    return read_common(c, is_tied=True) | {
+    return _read_silu(c, is_tied=True) | {
         **layer_norm(c, 'layer_norm_eps'),
         'biases': biases,
         'qk_norm': bool(c.get('use_qk_norm', False)),
@@ -143,24 +99,16 @@ def read_cohere2(c: ConfigJson) -> Settings:
     return read_cohere(c) | read_windows(c, window, lambda i: (i + 1) % every != 0)
 
 
-def read_vaultgemma(c: ConfigJson) -> Settings:
-    """VaultGemma: Gemma 2 that norms only the inputs of attention and MLP."""
-    return read_gemma2(c) | {'post_norms': False}
-
-
 def read_mixtral(c: ConfigJson) -> Settings:
     """Mixtral. All its layers have experts."""
-    _require_silu(c)
-    settings = read_common(c) | {'rope_max_wavelength': float(c.get('rope_theta', 1e6))}
+    settings = _read_silu(c) | {'rope_max_wavelength': float(c.get('rope_theta', 1e6))}
     settings |= read_windows(c, c.get('sliding_window'), lambda i: True)
-    loss = c.get('router_aux_loss_coef', 0.001)
-    return settings | _experts(c.get('num_local_experts', 8), c.get('num_experts_per_tok', 2), loss)
+    return settings | _experts(c, 'num_local_experts', 8, 2)
 
 
 def read_granitemoe(c: ConfigJson) -> Settings:
     """Granite 3 whose layers all have experts."""
-    loss = c.get('router_aux_loss_coef', 0.001)
-    experts = _experts(c.get('num_local_experts', 8), c.get('num_experts_per_tok', 2), loss)
+    experts = _experts(c, 'num_local_experts', 8, 2)
     return read_llama(c) | experts | {'attention_scale': c.get('attention_multiplier')}
 
 
@@ -168,28 +116,23 @@ def read_qwen3_moe(c: ConfigJson) -> Settings:
     """Qwen 3 whose layers all have experts."""
     c.require('decoder_sparse_step', 1, default=1)
     c.require('mlp_only_layers', [], default=[])
-    loss, normalized = c.get('router_aux_loss_coef', 0.001), c.get('norm_topk_prob', False)
-    count, chosen = c.get('num_experts', 128), c.get('num_experts_per_tok', 8)
-    experts = _experts(count, chosen, loss, normalize_weights=normalized)
+    experts = _experts(c, 'num_experts', 128, 8, normalizes=c.get('norm_topk_prob', False))
     return read_qwen3(c) | experts | {'mlp_dim': c.get('moe_intermediate_size', 768)}
 
 
 def read_olmoe(c: ConfigJson) -> Settings:
     """OLMoE."""
-    loss, normalized = c.get('router_aux_loss_coef', 0.01), c.get('norm_topk_prob', False)
-    count, chosen = c.get('num_experts', 64), c.get('num_experts_per_tok', 8)
-    experts = _experts(count, chosen, loss, normalize_weights=normalized)
+    normalizes = c.get('norm_topk_prob', False)
+    experts = _experts(c, 'num_experts', 64, 8, loss=0.01, normalizes=normalizes)
     return read_llama(c) | experts | {'qk_norm': True}
 
 
 def read_gpt_oss(c: ConfigJson) -> Settings:
     """gpt-oss, in which every second layer is global."""
-    _require_silu(c)
-    window, loss = c.values.get('sliding_window', 128), c.get('router_aux_loss_coef', 0.9)
-    experts = _experts(c.get('num_local_experts', 128), c.get('num_experts_per_tok', 4), loss)
-    windows = read_windows(c, window, lambda i: i % 2 == 0)
+    experts = _experts(c, 'num_local_experts', 128, 4, loss=0.9)
+    windows = read_windows(c, c.values.get('sliding_window', 128), lambda i: i % 2 == 0)
     biases = ('qkv', 'out') if c.get('attention_bias', True) else ()
-    return read_common(c) | windows | experts | {'biases': biases}
+    return _read_silu(c) | windows | experts | {'biases': biases}
 
 
 def read_qwen2_moe(c: ConfigJson) -> Settings:
@@ -200,21 +143,32 @@ def read_qwen2_moe(c: ConfigJson) -> Settings:
     )
 
 
-def _experts(count: int, chosen: int, loss: float, *, normalize_weights: bool = True) -> Settings:
+def _experts(
+    c: ConfigJson,
+    name: str,
+    count: int,
+    chosen: int,
+    *,
+    loss: float = 0.001,
+    normalizes: bool = True,
+) -> Settings:
+    """The layer of experts, whose number the file has under this name, and its defaults."""
     experts = ExpertsConfig(
-        num_experts=count,
-        num_selected_experts=chosen,
+        num_experts=c.get(name, count),
+        num_selected_experts=c.get('num_experts_per_tok', chosen),
         dropless=True,
-        normalize_weights=normalize_weights,
-        auxiliary_loss_factor=loss,
+        normalize_weights=normalizes,
+        auxiliary_loss_factor=c.get('router_aux_loss_coef', loss),
     )
     return {'experts': experts}
+
+
+def _read_silu(c: ConfigJson, *, is_tied: bool = False) -> Settings:
+    """The settings that all have in common, if the activation is SiLU."""
+    c.require('hidden_act', 'silu', default='silu')
+    return read_common(c, is_tied=is_tied)
 
 
 def layer_norm(c: ConfigJson, epsilon: str) -> Settings:
     """LayerNorm with an epsilon that the file has under this name."""
     return {'norm': 'layer', 'norm_epsilon': c.get(epsilon, 1e-5)}
-
-
-def _require_silu(c: ConfigJson) -> None:
-    c.require('hidden_act', 'silu', default='silu')

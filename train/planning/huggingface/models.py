@@ -21,7 +21,13 @@ import jax.numpy as jnp
 from partitioning.rules import nearest
 from train.checkpoints.huggingface.architectures import ARCHITECTURES, ModelConfig, model_config
 from train.checkpoints.huggingface.config_json import FILE, ConfigJson, read_config_file
-from train.checkpoints.huggingface.decoders import Settings, read_llama, read_qwen2, read_qwen3
+from train.checkpoints.huggingface.decoders import (
+    Settings,
+    read_gemma2,
+    read_llama,
+    read_qwen2,
+    read_qwen3,
+)
 from train.errors import ConfigError, check_counts
 from train.models.config import TransformerConfig
 from train.models.parameters import Parameter, list_parameters
@@ -66,6 +72,16 @@ class Similar:
         return (*self.differs, *((SHARED_NORM,) if self.shares_norm(config) else ()))
 
 
+def _read_normed_heads(c: ConfigJson) -> Settings:
+    return read_llama(c) | {'qk_norm': True}
+
+
+def _read_helium(c: ConfigJson) -> Settings:
+    """Helium, whose output of attention never has a bias."""
+    settings = read_llama(c)
+    return settings | {'biases': tuple(b for b in settings['biases'] if b != 'out')}
+
+
 SIMILAR = {
     'arcee': Similar(llama.read_arcee),
     'bloom': Similar(
@@ -79,7 +95,8 @@ SIMILAR = {
     'exaone4': Similar(llama.read_exaone4, (OUTPUT_NORMS, ALL_ROTARY)),
     'falcon': Similar(gpt.read_falcon, (PARALLEL,), shares_norm=gpt.shares_norm_in_falcon),
     'glm': Similar(llama.read_glm, rotary_part=0.5),
-    'glm4': Similar(llama.read_glm4, rotary_part=0.5),
+    # of 2025, which norms the outputs of attention and MLP too
+    'glm4': Similar(lambda c: llama.read_glm(c) | {'post_norms': True}, rotary_part=0.5),
     'gpt_bigcode': Similar(gpt.read_gpt_bigcode),
     'gpt_neox': Similar(gpt.read_gpt_neox, (PARALLEL,), rotary_part=0.25),
     'gpt_oss': Similar(
@@ -87,17 +104,19 @@ SIMILAR = {
         ('attention has no sinks', 'experts and their router have no biases'),
     ),
     'gptj': Similar(gpt.read_gptj, (PARALLEL, SHARED_NORM, PARTIAL, NO_OUTPUT_BIAS)),
-    'granite': Similar(llama.read_granite, (MULTIPLIERS,)),
-    'granitemoe': Similar(llama.read_granitemoe, (MULTIPLIERS,)),
-    'helium': Similar(llama.read_helium),
-    'hunyuan_v1_dense': Similar(
-        llama.read_hunyuan, ('queries and keys are normed before they are turned, not after',)
+    'granite': Similar(
+        lambda c: read_llama(c) | {'attention_scale': c.get('attention_multiplier')}, (MULTIPLIERS,)
     ),
-    'ministral': Similar(llama.read_ministral),
+    'granitemoe': Similar(llama.read_granitemoe, (MULTIPLIERS,)),
+    'helium': Similar(_read_helium),
+    'hunyuan_v1_dense': Similar(
+        _read_normed_heads, ('queries and keys are normed before they are turned, not after',)
+    ),
+    'ministral': Similar(functools.partial(llama.read_phi3, default_window=4096)),
     'mixtral': Similar(llama.read_mixtral),
     'nemotron': Similar(llama.read_nemotron, rotary_part=0.5),
-    'olmo': Similar(llama.read_olmo, ('norms have a scale',)),
-    'olmo2': Similar(llama.read_olmo2, (OUTPUT_NORMS, WHOLE_NORMS)),
+    'olmo': Similar(lambda c: read_llama(c) | {'norm': 'layer'}, ('norms have a scale',)),
+    'olmo2': Similar(_read_normed_heads, (OUTPUT_NORMS, WHOLE_NORMS)),
     'olmo3': Similar(llama.read_olmo3, (OUTPUT_NORMS, WHOLE_NORMS)),
     'olmoe': Similar(llama.read_olmoe, (WHOLE_NORMS,)),
     'opt': Similar(gpt.read_opt),
@@ -113,7 +132,7 @@ SIMILAR = {
     'smollm3': Similar(read_llama, (ALL_ROTARY,)),
     'stablelm': Similar(llama.read_stablelm, rotary_part=0.25),
     'starcoder2': Similar(gpt.read_starcoder2),
-    'vaultgemma': Similar(llama.read_vaultgemma),
+    'vaultgemma': Similar(lambda c: read_gemma2(c) | {'post_norms': False}),
 }
 
 

@@ -9,18 +9,16 @@ import sys
 from collections.abc import Callable, Sequence
 
 from train.errors import ConfigError, check_counts
-from train.processes.interrupted import AFTER_CTRL_C, RESTARTABLE, exit_code_after
 from train.processes.launching.children import reserved_port
 from train.processes.launching.endings import (
     Attempt,
-    ProcessEnd,
     describe_failure,
-    exit_code_of,
     find_cause,
     lost_processes,
 )
 from train.processes.launching.lines import Printer
 from train.processes.launching.supervision import Child, read_inbox, signal_inbox, supervise
+from train.processes.signals import AFTER_CTRL_C, RESTARTABLE, exit_code_after
 
 # So that a run which fails at once does not fill the log.
 SECONDS_BEFORE_RESTART = 1.0
@@ -101,7 +99,7 @@ def decide(config: LaunchConfig, attempt: Attempt, restarted: int) -> Decision:
     count, cause = len(attempt.ends), find_cause(attempt.ends)
     if cause is None:
         return Decision(0)
-    code = exit_code_of(cause)
+    code = cause.code if cause.code >= 0 else exit_code_after(-cause.code)
     stopped_by = attempt.stopped_by
     if stopped_by is not None and code in (RESTARTABLE, AFTER_CTRL_C):
         # A process that ends so has said where its state is saved.
@@ -116,7 +114,8 @@ def decide(config: LaunchConfig, attempt: Attempt, restarted: int) -> Decision:
         return Decision(code, message=f'{failure}\n{hint}')
     if restarted == config.restarts:
         return Decision(code, message=f'{failure}\nall {config.restarts} restarts have been used')
-    why = f'because process {cause.process} {cause}{_because(cause)}'
+    last = f' ({cause.lines[-1]})' if cause.code > 0 and cause.lines else ''
+    why = f'because process {cause.process} {cause}{last}'
     new, lost = count, lost_processes(attempt.ends)
     if config.min_processes is not None and lost:
         remaining = count - len(lost)
@@ -131,11 +130,6 @@ def decide(config: LaunchConfig, attempt: Attempt, restarted: int) -> Decision:
         now, before = (n * config.devices_per_process for n in (new, count))
         what += f': {new} {noun} with {now} devices in total instead of {count} with {before}'
     return Decision(code, new, f'{what}, {why}')
-
-
-def _because(cause: ProcessEnd) -> str:
-    """The last line of a process that ended by itself."""
-    return f' ({cause.lines[-1]})' if cause.code > 0 and cause.lines else ''
 
 
 def run_attempts(
@@ -159,8 +153,7 @@ def run_attempts(
         while True:
             with reserved_port() as port:
                 children = make_children(count, port)
-                grace = config.grace_seconds
-                attempt = supervise(children, Printer(), inbox, grace_seconds=grace)
+                attempt = supervise(children, Printer(), inbox, grace_seconds=config.grace_seconds)
             decision = decide(config, attempt, restarted)
             resume = f'; resume with: {command}' if attempt.stopped_by else ''
             if decision.message:
@@ -168,13 +161,8 @@ def run_attempts(
             if decision.processes is None:
                 return decision.exit_code
             count, restarted = decision.processes, restarted + 1
-            if signum := _wait_for_signal(inbox, SECONDS_BEFORE_RESTART):
-                print(f'stopped by {signum.name}; resume with: {command}', file=sys.stderr)
-                return exit_code_after(signum)
-
-
-def _wait_for_signal(inbox: int, seconds: float) -> signal.Signals | None:
-    """Returns the first signal within a time, or None."""
-    select.select([inbox], [], [], seconds)
-    received = read_inbox(inbox)
-    return signal.Signals(received[0]) if received else None
+            select.select([inbox], [], [], SECONDS_BEFORE_RESTART)
+            if received := read_inbox(inbox):
+                name = signal.Signals(received[0]).name
+                print(f'stopped by {name}; resume with: {command}', file=sys.stderr)
+                return exit_code_after(received[0])

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from train.errors import ConfigError, check_counts
-from train.processes.interrupted import RESTARTABLE
+from train.processes.signals import RESTARTABLE
 
 # The process id of the launcher, and the command that starts all processes again.
 _LAUNCHER, _COMMAND = 'MESHWRIGHT_LAUNCHER', 'MESHWRIGHT_COMMAND'

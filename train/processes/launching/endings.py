@@ -6,8 +6,8 @@ import dataclasses
 import signal
 from collections.abc import Sequence
 
-from train.processes.interrupted import RESTARTABLE, exit_code_after
 from train.processes.output import enumerated
+from train.processes.signals import RESTARTABLE
 
 # How many lines of a process are repeated at the end to explain its failure.
 _MOST_LINES, _FEW_LINES = 40, 3
@@ -40,7 +40,8 @@ class ProcessEnd:
         if self.code >= 0:
             return f'ended with exit code {self.code}'
         by = ' by the launcher' if self.sent == -self.code else ''
-        return f'was killed by {signal_name(-self.code)}{by}'
+        names = {int(s): s.name for s in signal.Signals}
+        return f'was killed by {names.get(-self.code, f"signal {-self.code}")}{by}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +57,6 @@ class Attempt:
     stopped_by: signal.Signals | None = None
 
 
-def signal_name(number: int) -> str:
-    """Returns the name of a signal, such as 'SIGKILL'."""
-    names = {int(s): s.name for s in signal.Signals}
-    return names.get(number, f'signal {number}')
-
-
 def find_cause(ends: Sequence[ProcessEnd]) -> ProcessEnd | None:
     """Returns the failure from which the others follow, or None if none has failed.
 
@@ -70,13 +65,6 @@ def find_cause(ends: Sequence[ProcessEnd]) -> ProcessEnd | None:
     """
     own = [end for end in ends if end.is_own] or [end for end in ends if end.code != 0]
     return min(own, key=lambda end: end.code in _CONSEQUENCES, default=None)
-
-
-def exit_code_of(end: ProcessEnd) -> int:
-    """Returns the exit code of a launcher whose processes ended because of this end."""
-    if end.code >= 0:
-        return end.code
-    return exit_code_after(-end.code)
 
 
 def lost_processes(ends: Sequence[ProcessEnd]) -> list[int]:
@@ -105,7 +93,18 @@ def describe_failure(ends: Sequence[ProcessEnd]) -> str:
     if lines and lines[0].startswith('error: '):
         text += f': {lines[0].removeprefix("error: ")}'
         lines = lines[1:]
-    return '\n'.join([text, *(f'  {line}' for line in lines), *_describe_others(ends, cause)])
+    ways: dict[str, list[int]] = {}
+    for end in ends:
+        if end is not cause:
+            ways.setdefault(str(end), []).append(end.process)
+    others = []
+    for way, some in ways.items():
+        if len(some) > 1:
+            numbers = enumerated(list(map(str, sorted(some))))
+            others.append(f'processes {numbers} {way.replace("was ", "were ", 1)}')
+        else:
+            others.append(f'process {some[0]} {way}')
+    return '\n'.join([text, *(f'  {line}' for line in lines), *others])
 
 
 def failure_lines(lines: Sequence[str]) -> list[str]:
@@ -122,20 +121,3 @@ def failure_lines(lines: Sequence[str]) -> list[str]:
     # The message of an exception is the first line that is not indented.
     ends = (i for i, line in enumerate(found[1:], 1) if line and not line[0].isspace())
     return found[: next(ends, len(found)) + _FEW_LINES][-_MOST_LINES:]
-
-
-def _describe_others(ends: Sequence[ProcessEnd], cause: ProcessEnd) -> list[str]:
-    """A line for each way in which the other processes have ended."""
-    ways: dict[str, list[int]] = {}
-    for end in ends:
-        if end is not cause:
-            ways.setdefault(str(end), []).append(end.process)
-    return [
-        f'{"processes" if len(some) > 1 else "process"} {enumerated(list(map(str, sorted(some))))} '
-        f'{_plural(way, some)}'
-        for way, some in ways.items()
-    ]
-
-
-def _plural(way: str, processes: Sequence[int]) -> str:
-    return way.replace('was ', 'were ', 1) if len(processes) > 1 else way

@@ -46,16 +46,15 @@ class LineReader:
         return self._note([begun] if begun else [])
 
     def _note(self, lines: list[bytes]) -> list[str]:
-        texts = [_clean(line).removeprefix(self._prefix) for line in lines]
+        """Keeps what a terminal would show of lines, without control characters except tabs."""
+        texts = []
+        for line in lines:
+            # A carriage return starts the line anew, as progress bars do.
+            shown = line.rstrip(b'\r').rpartition(b'\r')[2].decode(errors='replace')
+            shown = '\t'.join(map(printable, shown.split('\t')))
+            texts.append(shown.removeprefix(self._prefix))
         self.last.extend(texts)
         return texts
-
-
-def _clean(line: bytes) -> str:
-    """What a terminal would show of a line, without control characters other than tabs."""
-    # A carriage return starts the line anew, as progress bars do.
-    shown = line.rstrip(b'\r').rpartition(b'\r')[2].decode(errors='replace')
-    return '\t'.join(map(printable, shown.split('\t')))
 
 
 def prefixed(process: int, line: str, colour: bool = False) -> str:

@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 
-from train.processes.interrupted import SECONDS_OF_ONE_REQUEST, SIGNALS
 from train.processes.launching.endings import Attempt, ProcessEnd
 from train.processes.launching.lines import LineReader, Printer
+from train.processes.signals import SECONDS_OF_ONE_REQUEST, SIGNALS
 
 # The time between SIGTERM and SIGKILL.
 SECONDS_AFTER_SIGTERM = 5.0

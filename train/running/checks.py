@@ -15,7 +15,7 @@ from train.config import TrainConfig
 from train.errors import ConfigError
 from train.gin.text import operative_text
 from train.paths import as_path, file_of_run
-from train.processes.agreement import digest
+from train.processes.disagreements import digest
 from train.processes.together import check_same, check_shared_folder
 from train.running.run import Run
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from train.errors import ConfigError
-from train.processes.interrupted import RESTARTABLE
+from train.processes.signals import RESTARTABLE
 
 _LONGEST_VALUE = 60  # characters of a value in the table
 _MOST_ROWS = 20
@@ -93,7 +93,9 @@ def disagreement(
     rows = [(name, value, who) for name, of in found.items() for value, who in of.items()]
     before = None
     for name, value, who in rows[:_MOST_ROWS]:
-        table.add_row('' if name == before else name, _shorten(value), _numbers(who))
+        value = ' '.join(value.split())
+        shown = value if len(value) <= _LONGEST_VALUE else value[: _LONGEST_VALUE - 3] + '...'
+        table.add_row('' if name == before else name, shown, _numbers(who))
         before = name
     out = io.StringIO()
     Console(file=out, width=160, markup=False, highlight=False, emoji=False).print(table)
@@ -104,11 +106,6 @@ def disagreement(
     which = f'process{"es" if len(odd) > 1 else ""} {_numbers(odd)}' if odd else 'the processes'
     differs = 'differs from the others' if len(odd) == 1 else 'differ'
     return Disagreement(f'{which} {differs} in {names}: {advice}', out.getvalue() + more)
-
-
-def _shorten(value: str) -> str:
-    value = ' '.join(value.split())
-    return value if len(value) <= _LONGEST_VALUE else value[: _LONGEST_VALUE - 3] + '...'
 
 
 def _numbers(processes: Sequence[int]) -> str:
