@@ -7,10 +7,11 @@ compares both.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, cast
 
 from partitioning import BasePartitioner, MeshConfig, PjitPartitioner, fsdp_logical_axis_rules
-from partitioning.rules import MeshAxes
+from partitioning.rules import MeshAxes, as_tuple
 from train.errors import ConfigError
 
 
@@ -104,6 +105,25 @@ _AXES = {
 }
 # The axis over slices, of presets that say which one it is.
 _SLICE_AXES = {'three_d': None, 'few_kv_heads': 'replica', 'context': 'replica'}
+
+
+def count_shards(layout: Layout, num_devices: int) -> dict[str, int] | None:
+    """Returns into how many shards a preset divides each logical axis, also that of the batch.
+
+    Args:
+      layout: the preset with its sizes.
+      num_devices: the number of devices of a slice, which `data` divides among the other axes.
+
+    Returns:
+      The number by logical axis, or None if the axes do not divide the devices.
+    """
+    macros, sizes = _AXES.get(layout.preset, {'model': 'NUM_PARTITIONS'}), dict(layout.sizes)
+    axes = {axis: sizes.get(macro, 1) for axis, macro in macros.items()}
+    axes['data'], rest = divmod(num_devices, math.prod(axes.values()))
+    counts: dict[str, int] = {}
+    for name, entry in _RULES[layout.preset]:
+        counts.setdefault(name, math.prod(axes[axis] for axis in as_tuple(entry)))
+    return None if rest else counts
 
 
 def lay_out(partitioner: BasePartitioner, layout: Layout) -> PjitPartitioner:

@@ -10,11 +10,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from partitioning.hardware import OptionValue
 from train.planning.candidates import Candidate, RematChoice, RunSizes
-from train.planning.presets import Layout
+from train.planning.presets import Layout, count_shards
 
 Options = tuple[tuple[str, OptionValue | None], ...]
-# What must divide what: (the size that is divided, its name, the number of shards).
-Needs = tuple[tuple[int, str, int], ...]
+# The sizes of a run, each with the logical axis that divides it.
+_DIVIDED = {
+    'num_heads': 'heads',
+    'num_kv_heads': 'kv_heads',
+    'mlp_dim': 'mlp',
+    'vocab_size': 'vocab',
+    'sequence_length': 'residual_length',
+    'num_layers': 'layers',
+    'embed_dim': 'embed',
+}
 
 # The mesh axes of the presets that a search chooses between. Runs with others keep their layout.
 _KNOWN_AXES = {'replica', 'data', 'fsdp', 'model', 'group'}
@@ -117,49 +125,15 @@ def _find_problem(run: RunSizes, layout: Layout, microbatches: int) -> str:
     """Why a layout is not possible, or ''."""
     if not layout.preset:
         return ''
-    shards, needs = _demands(run, layout)
-    rows = shards * run.num_slices * microbatches
-    for size, name, count in (*needs, (run.batch_size, 'the batch', rows)):
-        if count < 1 or size % count:
-            return f'{name} cannot be divided'
-    return ''
-
-
-def _demands(run: RunSizes, layout: Layout) -> tuple[int, Needs]:
-    """The number of parts of the batch in a slice, and what the layout must divide."""
-    sizes, devices, model = dict(layout.sizes), run.num_devices, run.model
-    tensor = sizes.get('NUM_PARTITIONS', 1)
-    groups, fsdp = sizes.get('HEAD_GROUPS', 1), sizes.get('FSDP_PARTITIONS', 1)
-    context, stages = sizes.get('CONTEXT_PARTITIONS', 1), sizes.get('STAGES', 1)
-    taken = tensor * groups * fsdp * context * stages
-    if devices % taken:
-        return 1, ((devices, 'the number of devices', taken),)
-    data = devices // taken
-    heads = model.get('num_heads', 0), 'num_heads', tensor * groups
-    of_model: Needs = (
-        heads,
-        (model.get('num_kv_heads', 0), 'num_kv_heads', tensor),
-        (model.get('mlp_dim', 0), 'mlp_dim', tensor * groups),
-        (model.get('vocab_size', 0), 'vocab_size', tensor * groups),
-        (run.sequence_length or 0, 'sequence_length', tensor * groups),
-    )
-    embed = model.get('embed_dim', 0)
-    match layout.preset:
-        case 'fsdp':
-            return devices, ((embed, 'embed_dim', devices),)
-        case 'fsdp_tensor':
-            return data, (*of_model, (embed, 'embed_dim', data))
-        case 'three_d':
-            return data * fsdp, (*of_model, (embed, 'embed_dim', fsdp))
-        case 'few_kv_heads':
-            return data, (*of_model, (embed, 'embed_dim', data * groups))
-        case 'context':
-            length = (run.sequence_length or 0, 'sequence_length', 2 * context * tensor)
-            return data, (*of_model, length, (embed, 'embed_dim', data * context))
-        case 'pipeline':
-            layers = (model.get('num_layers', 0), 'num_layers', stages)
-            return data * stages, (*of_model, layers, (embed, 'embed_dim', data * stages))
-    return devices // tensor, of_model if tensor > 1 else ()  # zero
+    shards = count_shards(layout, run.num_devices)
+    if shards is None:
+        return 'the number of devices cannot be divided'
+    if layout.preset == 'context':  # each device has an early and a late part of a sequence
+        shards['residual_length'] *= 2
+    sizes = {**run.model, 'sequence_length': run.sequence_length or 0}
+    needs = [(sizes.get(size, 0), size, shards[name]) for size, name in _DIVIDED.items()]
+    needs.append((run.batch_size, 'the batch', shards['batch'] * run.num_slices * microbatches))
+    return next((f'{name} cannot be divided' for size, name, n in needs if size % n), '')
 
 
 def _list_layouts(run: RunSizes) -> Iterator[Layout]:
