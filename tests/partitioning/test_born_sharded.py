@@ -251,9 +251,3 @@ def test_a_step_is_a_fixed_point(kind):
     result.plan.check(result.born)
     result.plan.check(result.after)
     check_compiled_once(result.step)
-
-
-def test_activations_keep_their_batch_over_data():
-    """FSDP gives 'embed' the data axis in parameters, but the batch always comes first."""
-    rules = run('FSDP').partitioner.logical_axis_rules
-    assert nn.logical_to_mesh_axes(('batch', 'embed'), tuple(rules)) == P('data', None)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from boxed_states import KEY, RULES, box, partitioner_of
+from boxed_states import KEY, RULES, box
 from flax import nnx
 from flax.core import freeze
 from flax.linen import partitioning as t5x
@@ -143,22 +143,6 @@ def named_params():
     }
 
 
-def test_all_carriers_get_the_same_layout():
-    partitioner = partitioner_of(RULES)
-    linen = named_params()
-    expected = partitioner.get_mesh_axes(linen)['params']
-    assert expected['up']['kernel'] == P('data', 'model')
-    beside = partitioner.get_mesh_axes(to_params_axes(linen))
-    assert beside['params'] == expected
-    state = partitioner.get_mesh_axes(to_nnx_state(linen))
-    found = {path: getattr(v, 'value', v) for path, v in nnx.to_flat_state(state)}
-    assert found == {
-        ('up', 'kernel'): P('data', 'model'),
-        ('up', 'bias'): P('model'),
-        ('down', 'kernel'): P('model', None),
-    }
-
-
 class T5xModel(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -212,13 +196,6 @@ def test_conversion_moves_no_array_inside_a_mesh(axis_type):
         state = to_nnx_state(linen)
         assert state['up']['kernel'].get_value().sharding.num_devices == 1
         assert to_linen_boxes(state)['params']['up']['kernel'].names == ('embed', 'mlp')
-
-
-def test_abstract_states():
-    abstract = jax.eval_shape(named_params)
-    kernel = to_nnx_state(abstract)['up']['kernel']
-    assert kernel.get_value() is abstract['params']['up']['kernel'].value
-    assert to_linen_boxes(to_nnx_state(abstract)) == abstract
 
 
 NAMES = st.lists(st.sampled_from(['a', 'b', 'c', None]), max_size=3, unique=True).map(tuple)

@@ -1,40 +1,18 @@
 """fsdp_logical_axis_rules gives the layouts of FSDP and ZeRO in tables written by hand."""
 
-import flax.linen as nn
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from partitioning import (
     AxisRules,
-    PjitPartitioner,
     fsdp_logical_axis_rules,
     logical_to_mesh_axes,
     standard_logical_axis_rules,
-    unbox,
 )
 
 pytestmark = pytest.mark.core
 
 DATA4_MODEL2 = {'data': 4, 'model': 2}
-RULES = [('embed', 'data'), ('mlp', 'model'), ('both', ('data', 'model')), ('late', 'model')]
-
-
-def box(shape, *names, dtype=jnp.float32):
-    return nn.LogicallyPartitioned(jax.ShapeDtypeStruct(shape, dtype), names)
-
-
-def partitioner_of(rules=RULES, policy=None, **settings):
-    """A partitioner for a mesh of data 4 x model 2."""
-    return PjitPartitioner(2, logical_axis_rules=rules, on_indivisible=policy, **settings)
-
-
-def with_optimizer(parameters, tx):
-    return {'params': parameters, 'opt_state': jax.eval_shape(tx.init, unbox(parameters))}
-
-
 STANDARD = standard_logical_axis_rules()
 WITH_FSDP = standard_logical_axis_rules(mesh_axes=('data', 'fsdp', 'model'))
 BOTH = ('data', 'fsdp')
@@ -75,26 +53,6 @@ FSDP = {
 )
 def test_fsdp_rules(rules, names, expected):
     assert logical_to_mesh_axes(names, FSDP[rules]) == expected
-
-
-@pytest.mark.parametrize(
-    'rules, optimizer_rules, params, statistics, bytes_held',
-    [  # Bytes of a 64 x 32 float32 parameter (8192 in all) over data 4 x model 2.
-        (STANDARD, None, P(None, 'model'), P(None, 'model'), 4096 + 2 * 4096),
-        (STANDARD, FSDP['standard'], P(None, 'model'), P('data', 'model'), 4096 + 2 * 1024),
-        (FSDP['standard'], None, P('data', 'model'), P('data', 'model'), 1024 + 2 * 1024),
-    ],
-    ids=['data parallel', 'ZeRO 1', 'FSDP'],
-)
-def test_fsdp_and_zero_of_a_state(rules, optimizer_rules, params, statistics, bytes_held):
-    partitioner = partitioner_of(rules, optimizer_axis_rules=optimizer_rules)
-    state = with_optimizer({'w': box((64, 32), 'embed', 'mlp')}, optax.adam(1e-3))
-    axes = partitioner.get_mesh_axes(state)
-    adam = axes['opt_state'][0]
-    assert axes['params']['w'] == params
-    assert adam.mu['w'] == adam.nu['w'] == statistics
-    assert partitioner.audit(state).bytes_per_device == bytes_held + 4  # and Adam's count
-    assert partitioner.data_partition_spec == P('data')
 
 
 def test_fsdp_rules_keep_the_policies_of_the_given_rules():

@@ -1,19 +1,22 @@
-"""Names of the parameters of nn.scan and nn.vmap."""
+"""Names of arrays that gain or lose a dimension, by nn.scan, nn.vmap, add_axis and remove_axis."""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from boxed_states import KEY, RULES, box, ones, partitioner_of, spec_of
+from boxed_states import KEY, RULES, box, ones, spec_of
+from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
 from partitioning import (
     AxisNames,
+    add_axis,
     get_logical_axes,
+    remove_axis,
     unbox,
 )
-from partitioning.state.linen import with_logical_partitioning
+from partitioning.state.linen import LogicallyPartitioned, with_logical_partitioning
 
 pytestmark = pytest.mark.core
 
@@ -98,10 +101,47 @@ def test_scanned_boxes_train(boxes):
     assert seen == {('embed', 'mlp')}
 
 
-def test_a_bias_without_a_box_is_an_error():
-    """flax replicates it silently."""
-    dense = nn.Dense(8, kernel_init=nn.with_partitioning(ones, ('data', 'model')))
-    variables = jax.eval_shape(dense.init, KEY, jnp.ones((8, 8)))
-    assert nn.get_partition_spec(variables)['params']['bias'] == P()
-    with pytest.raises(ValueError, match=r'params/bias.*\(None,\)'):
-        partitioner_of().get_mesh_axes(variables)
+NAMES = st.lists(st.sampled_from(['a', 'b', 'c', 'd', None]), max_size=4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(NAMES, st.data())
+def test_names_move_as_dimensions_do(names, data):
+    """The expected names follow the dimensions of numpy.stack and numpy.take."""
+    index = data.draw(st.integers(-len(names) - 1, len(names)))
+    sizes = range(2, 2 + len(names))
+    stacked = np.stack([np.zeros(tuple(sizes))] * 9, axis=index).shape
+    expected = tuple('layers' if size == 9 else names[size - 2] for size in stacked)
+    added = add_axis(names, index, 'layers')
+    assert added == expected
+    assert remove_axis(added, index, 'layers') == tuple(names)
+    assert np.take(np.zeros(stacked), 0, axis=index).shape == tuple(sizes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(NAMES.filter(bool), st.data())
+def test_add_axis_undoes_remove_axis(names, data):
+    """The contract of flax, at every index, negative ones included."""
+    index = data.draw(st.integers(-len(names), len(names) - 1))
+    assert add_axis(remove_axis(names, index, names[index]), index, names[index]) == tuple(names)
+
+
+@pytest.mark.parametrize(
+    'index, name, message',
+    [
+        (0, 'layers', "dimension 0 .*'x', not .*'layers'"),
+        (-1, 'x', "dimension -1 .*'y', not .*'x'"),
+        (2, 'x', 'no dimension 2'),
+        (-3, 'x', 'no dimension -3'),
+    ],
+)
+def test_removing_a_dimension_that_does_not_exist(index, name, message):
+    with pytest.raises(ValueError, match=message):
+        remove_axis(('x', 'y'), index, name)
+    with pytest.raises(ValueError, match=message):
+        box((2, 2), 'x', 'y', kind=LogicallyPartitioned).remove_axis(index, {N: name})
+
+
+def test_adding_before_the_first_dimension():
+    with pytest.raises(ValueError, match='-4'):
+        add_axis(('x', 'y'), -4, 'layers')

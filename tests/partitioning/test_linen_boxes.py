@@ -14,47 +14,10 @@ from partitioning import (
     create_mesh,
     unbox,
 )
-from partitioning.state.linen import LogicallyPartitioned
 
 pytestmark = pytest.mark.core
 
 # A Partitioned holds mesh axes, a LogicallyPartitioned holds logical axes.
-
-
-@pytest.mark.parametrize(
-    'names, rules, expected',
-    [
-        (('data', 'model'), [], P('data', 'model')),
-        ((None, 'model'), [], P(None, 'model')),
-        ((('data', 'model'), None), [], P(('data', 'model'), None)),
-        (('embed', 'model'), RULES, P('data', 'model')),
-        (('data', 'embed'), RULES, P('data', None)),  # mesh axes come before rules
-        (('data', 'mlp'), [('data', 'model'), ('mlp', 'data')], P('model', 'data')),
-    ],
-)
-def test_names_in_a_partitioned(names, rules, expected):
-    """A name with a rule is a logical axis; a name without a rule is a mesh axis."""
-    array = box((8, 8), *names, kind=nn.Partitioned)
-    assert spec_of(array, rules) == expected
-    if not rules:
-        assert array.get_partition_spec() == expected
-
-
-@pytest.mark.parametrize('kind', [nn.LogicallyPartitioned, LogicallyPartitioned])
-def test_logical_axes_are_not_mesh_axes(kind):
-    with pytest.raises(ValueError, match="no rule for logical axis 'data'"):
-        spec_of(box((8, 8), 'data', 'mlp', kind=kind), RULES)
-
-
-def test_unbox_removes_nested_boxes_and_keeps_other_leaves():
-    kernel, bias = jnp.zeros((3, 2)), jnp.zeros(3)
-    inner = nn.Partitioned({'K': nn.Partitioned(kernel, ('data', None)), 'b': bias}, ('data',))
-    others = [bias, 'text', None, 1]
-    out = unbox({'x': nn.LogicallyPartitioned(inner, ('embed',)), 'y': None, 'z': others})
-    assert out['x']['K'] is kernel and out['x']['b'] is bias and out['y'] is None
-    assert out['z'][0] is bias and out['z'][1:] == others[1:]
-    by_flax = nn.unbox({'x': inner, 'y': None, 'z': others})
-    assert jax.tree.structure(out) == jax.tree.structure(by_flax)
 
 
 def test_the_outer_of_two_boxes_names_the_array():

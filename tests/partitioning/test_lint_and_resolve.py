@@ -77,13 +77,6 @@ def test_errors_exactly_where_a_state_cannot_be_resolved(name):
     assert bool(errors(found)) == raised, '\n'.join(map(str, found))
 
 
-def test_some_states_resolve_and_some_do_not():
-    """So that the test above compares both."""
-    assert PjitPartitioner(2, logical_axis_rules=RULES).resolve(STATES['clean'][1])
-    with pytest.raises(ValueError, match="'embd'"):
-        PjitPartitioner(2, logical_axis_rules=RULES).resolve(STATES['unmatched'][1])
-
-
 def test_default_rules_that_leave_an_axis_unused():
     partitioner = PjitPartitioner(mesh=create_mesh((4, 2), ('data', 'foo')))
     with pytest.raises(ValueError, match=r"standard rule.*'foo'"):

@@ -105,8 +105,11 @@ def test_the_batch_follows_its_rule(rules, spec, size):
 
 def test_a_batch_rule_for_an_absent_axis():
     partitioner = PjitPartitioner(num_partitions=2, logical_axis_rules=[('batch', 'dta')])
-    with pytest.raises(ValueError, match="'dta'"):
+    message = r"'dta'.*data 4 x model 2.*'data'"
+    with pytest.raises(ValueError, match=message):
         partitioner.get_data_layout(8)
+    with pytest.raises(ValueError, match=message):
+        partitioner.data_partition_spec  # noqa: B018
 
 
 def test_local_chunk_info():

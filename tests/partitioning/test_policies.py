@@ -23,7 +23,6 @@ pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 DATA4_MODEL2 = {'data': 4, 'model': 2}
 RULES = [('embed', 'data'), ('mlp', 'model'), ('both', ('data', 'model')), ('late', 'model')]
-POLICIES = ('error', 'replicate', 'drop_axis', 'pad')
 
 
 def box(shape, *names, dtype=jnp.float32):
@@ -40,32 +39,6 @@ def partitioner_of(rules=RULES, policy=None, **settings):
 
 
 # Tables.
-
-
-@pytest.mark.parametrize(
-    'names, shape, replicate, drop_axis, inside',
-    [
-        (('mlp',), (7,), [None], [None], ['model']),
-        (('both',), (12,), [None], ['data'], [('data', 'model')]),
-        (('both',), (6,), [None], ['model'], [('data', 'model')]),
-        (('both',), (5,), [None], [None], [('data', 'model')]),
-        (('embed', 'mlp'), (6, 7), [None, None], [None, None], ['data', 'model']),
-        (('embed', 'mlp'), (8, 7), ['data', None], ['data', None], ['data', 'model']),
-        ((None, 'mlp'), (5, 1), [None, None], [None, None], [None, 'model']),
-        # 'late' does not get 'model' back after 'both' loses it.
-        (('both', 'late'), (12, 8), [None, None], ['data', None], [('data', 'model'), None]),
-    ],
-)
-def test_specs_under_each_policy(names, shape, replicate, drop_axis, inside):
-    def under(policy):
-        of = {'mesh': DATA4_MODEL2, 'shape': shape, 'on_indivisible': policy}
-        return logical_to_mesh_axes(names, RULES, **of)
-
-    assert under('replicate') == P(*replicate)
-    assert under('drop_axis') == P(*drop_axis)
-    assert under('pad') == padded(replicate, inside)
-    with pytest.raises(ValueError, match=r'not divisible by \d'):
-        under('error')
 
 
 @pytest.mark.parametrize(
@@ -86,12 +59,6 @@ def test_drop_axis_keeps_the_most_shards(size, expected):
     assert dim.policy == (None if size == 12 else 'drop_axis')
 
 
-@pytest.mark.parametrize('policy', POLICIES)
-def test_sizes_that_divide_need_no_policy(policy):
-    state = {'w': box((8, 6, 5), 'embed', 'mlp', None)}
-    assert partitioner_of(policy=policy).get_mesh_axes(state) == {'w': P('data', 'model', None)}
-
-
 # Errors, and whether the solutions they propose work.
 
 
@@ -107,22 +74,6 @@ def test_message_of_a_size_that_does_not_divide():
         assert part in message
     for way_out in ["('mlp', None)", "on_indivisible='replicate'", "'drop_axis'", "'pad'"]:
         assert way_out in message
-
-
-@pytest.mark.parametrize(
-    'width, rules, policy, expected',
-    [
-        (6, RULES, None, P('data', 'model')),
-        (8, RULES, None, P('data', 'model')),
-        (7, [('mlp', None), *RULES], None, P('data', None)),
-        (7, RULES, 'replicate', P('data', None)),
-        (7, RULES, 'drop_axis', P('data', None)),
-        (7, RULES, 'pad', padded(['data', None], ['data', 'model'])),
-    ],
-)
-def test_the_solutions_in_that_message(width, rules, policy, expected):
-    axes = partitioner_of(rules, policy).get_mesh_axes(state_of_width(width))
-    assert axes['params']['mlp']['wi'] == expected
 
 
 def test_message_of_a_name_without_a_rule_and_its_solutions():
@@ -269,11 +220,3 @@ def test_cost_of_a_policy(array, held, cost):
         (row,) = audit.rows
         assert row.bytes_per_device == holds
         assert [(c.row, c.bytes_per_device) for c in audit.policies] == [(row, costs)] * (costs > 0)
-
-
-def test_cost_of_a_policy_for_a_whole_state():
-    """Three copies under Adam: wi costs 112 - 56, and bias 28 - 14."""
-    audit = partitioner_of(policy='pad').audit(with_optimizer(PARAMETERS, optax.adam(1e-3)))
-    assert sum(cost.bytes_per_device for cost in audit.policies) == 3 * (56 + 14)
-    assert {cost.row.role for cost in audit.policies} == {'parameters', 'optimizer'}
-    assert audit.bytes_per_device == 3 * (112 + 28) + 4

@@ -1,6 +1,7 @@
 """Every front-end gives the same spec, or refuses the same names.
 
-The front-ends are linen boxes, T5X's `params_axes`, nnx variables and path rules.
+The front-ends are linen boxes, T5X's `params_axes`, nnx variables, path rules, and states that name
+their axes themselves.
 """
 
 import functools
@@ -11,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import nnx, struct
 from flax.linen.partitioning import AxisMetadata
 from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from test_resolution_properties import AXES, POLICIES, RULES, SIZES, cases
 
-from partitioning import AxisRules, PjitPartitioner, logical_to_mesh_axes
+from partitioning import AxisNames, AxisRules, PjitPartitioner, logical_to_mesh_axes
 
 pytestmark = pytest.mark.core
 
@@ -28,6 +29,17 @@ def mesh_of(*sizes):
 
 
 SMALL_MESHES = [(2, 2, 2), (1, 4, 2), (3, 2, 1), (1, 1, 7), (2, 1, 3), (5, 1, 1)]
+
+
+@struct.dataclass
+class NamesItself:
+    """A state without an optimizer that names its axes itself, like T5X's InferenceState."""
+
+    params: dict
+    names: AxisNames | P = struct.field(pytree_node=False)
+
+    def as_logical_axes(self):
+        return self.replace(params={'w': self.names})
 
 
 def by_name(names, shape, rules, mesh):
@@ -41,8 +53,9 @@ def by_state(make_state, overrides=None):
             mesh=mesh, logical_axis_rules=rules, params_axes_names_override=path_rules
         )
         state = make_state(jax.ShapeDtypeStruct(shape, jnp.float32), names)
-        axes = partitioner.get_mesh_axes(state)['params']['w']
-        return axes.get_value() if isinstance(axes, nnx.Variable) else axes
+        axes = partitioner.get_mesh_axes(state)
+        spec = (axes.params if isinstance(axes, NamesItself) else axes['params'])['w']
+        return spec.get_value() if isinstance(spec, nnx.Variable) else spec
 
     return front_end
 
@@ -59,6 +72,8 @@ FRONT_ENDS = {
     ),
     'nnx': by_state(variable),
     'path rules': by_state(lambda x, _: {'params': {'w': x}}, overrides='w'),
+    'as_logical_axes': by_state(lambda x, names: NamesItself({'w': x}, AxisNames(*names))),
+    'as_logical_axes with specs': by_state(lambda x, names: NamesItself({'w': x}, P(*names))),
 }
 
 
@@ -82,11 +97,14 @@ def test_every_front_end_has_the_same_answer(case, sizes, policy, lenient):
 @pytest.mark.parametrize('front_end', FRONT_ENDS)
 @pytest.mark.parametrize(
     'names, shape',
-    [(('a',), (8, 8)), (('a', 'b', None), (8, 8)), (('a', 'a'), (8, 8)), (('g', None), (8, 8))],
-    ids=['too few', 'too many', 'twice', 'no rule'],
+    [
+        *((names, (8, 8)) for names in (('a',), ('a', 'b', None), ('a', 'a'), ('g', None))),
+        (('stray', None), (8, 8)),
+    ],
+    ids=['too few', 'too many', 'twice', 'no rule', 'no such mesh axis'],
 )
 def test_every_front_end_refuses_wrong_names(front_end, names, shape):
-    rules = [('a', 'x'), ('b', 'y')]
+    rules = [('a', 'x'), ('b', 'y'), ('stray', 'expert')]
     mesh = mesh_of(2, 2, 2)
     assert FRONT_ENDS[front_end](('a', 'b'), (8, 8), rules, mesh) == P('x', 'y')
     if front_end in ('linen', 'nnx') and len(names) < len(shape):

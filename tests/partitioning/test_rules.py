@@ -3,14 +3,10 @@
 The specs are tested in tests/seeds/test_flax_rules.py and test_resolution_properties.py.
 """
 
-import pickle
-
-import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from partitioning import (
-    AxisNames,
     PjitPartitioner,
     logical_to_mesh_axes,
     resolve_axes,
@@ -63,38 +59,6 @@ def test_indivisible_size(size, nearest):
     assert "('baz', None)" in str(error.value)
 
 
-def test_indivisible_by_a_tuple_of_axes():
-    rules, sizes = [('a', ('data', 'model'))], {'data': 4, 'model': 2}
-    with pytest.raises(ValueError, match=r'12 is not divisible by 8.*8 or 16'):
-        logical_to_mesh_axes(('a',), rules, mesh=sizes, shape=(12,))
-    assert logical_to_mesh_axes(('a',), rules, mesh=sizes, shape=(16,)) == P(('data', 'model'))
-
-
-# Policies.
-
-
-def test_policies_that_replicate():
-    sizes = {'data': 4, 'model': 2}
-    spec = logical_to_mesh_axes(
-        ('foo', 'baz', 'new'),
-        PRIORITIES,
-        mesh=sizes,
-        shape=(2, 30, 7),
-        on_unmatched='replicate',
-        on_indivisible='replicate',
-    )
-    assert spec == P('model', None, None)
-
-
-@pytest.mark.parametrize(
-    'names, policy', [(('new',), {'on_unmatched': 'eror'}), (('foo',), {'on_indivisible': 'eror'})]
-)
-def test_policies_that_do_not_exist(names, policy):
-    """A misspelt policy must not act as another policy."""
-    with pytest.raises(ValueError, match='eror'):
-        logical_to_mesh_axes(names, [('foo', 'model')], mesh={'model': 2}, shape=(2,), **policy)
-
-
 # Reasons.
 
 
@@ -142,15 +106,6 @@ def test_reason_of_an_axis_of_size_one():
 
 
 # AxisNames.
-
-
-def test_axis_names_are_one_leaf():
-    names = AxisNames('a', 'b')
-    assert jax.tree.leaves({'w': names}) == [names]
-    assert repr(names) == "AxisNames('a', 'b')"
-    assert tuple(names) == ('a', 'b') and names == ('a', 'b')
-    copy = pickle.loads(pickle.dumps(names))
-    assert copy == names and isinstance(copy, AxisNames)
 
 
 def test_partitioner_takes_lists_as_gin_writes_them():

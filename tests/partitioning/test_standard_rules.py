@@ -1,69 +1,13 @@
-"""T5X's rules for transformers, and their variants for meshes with other axes."""
+"""Variants of T5X's rules for transformers, for meshes with other axes."""
 
 import itertools
 
-import flax.linen as nn
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from partitioning import logical_to_mesh_axes, standard_logical_axis_rules
 
 pytestmark = pytest.mark.core
-
-# In T5X's order.
-
-COMMON = [
-    ('batch', 'data'),
-    ('vocab', 'model'),
-    ('mlp', 'model'),
-    ('heads', 'model'),
-    ('kv', None),
-    ('joined_kv', 'model'),
-]
-REPLICATED = ['relpos_buckets', 'abspos_buckets', 'length', 'layers', 'stack', 'mlp_activations']
-T5X_RULES = {
-    (1, 1): [*COMMON[:2], ('embed', None), *COMMON[2:]],
-    (2, 1): [*COMMON, ('embed', 'model')],
-    (1, 2): [*COMMON, ('embed', 'data')],
-    (2, 2): [*COMMON, ('embed', 'model'), ('embed', 'data')],
-}
-
-
-@pytest.mark.parametrize('dims', T5X_RULES)
-def test_standard_rules_map_as_in_t5x(dims):
-    ours = standard_logical_axis_rules(*dims)
-    theirs = [*T5X_RULES[dims], *((name, None) for name in REPLICATED)]
-    assert sorted(ours, key=repr) == sorted(theirs, key=repr)
-    known = sorted({name for name, _ in theirs})
-    for names in itertools.permutations(known, 2):
-        assert logical_to_mesh_axes(names, ours) == nn.logical_to_mesh_axes(names, theirs)
-
-
-@pytest.mark.parametrize(
-    'dims, names, expected',
-    [
-        ((2, 2), ('vocab', 'embed'), P('model', 'data')),
-        ((2, 2), ('embed', 'mlp'), P('data', 'model')),
-        ((2, 2), ('batch', 'length', 'embed'), P('data', None, 'model')),
-        ((1, 1), ('embed', 'mlp'), P(None, 'model')),
-        ((1, 1), ('batch', 'length', 'embed'), P('data', None, None)),
-    ],
-)
-def test_standard_rules(dims, names, expected):
-    assert logical_to_mesh_axes(names, standard_logical_axis_rules(*dims)) == expected
-
-
-def test_additional_rules_come_last():
-    extra = [('embed', 'data'), ('experts', 'data')]
-    rules = standard_logical_axis_rules(additional_rules=extra)
-    assert list(rules[-2:]) == extra
-    assert logical_to_mesh_axes(('embed', 'experts'), rules) == P(None, 'data')
-
-
-@pytest.mark.parametrize('dims', [(3, 1), (1, 3), (0, 1)])
-def test_unsupported_dims(dims):
-    with pytest.raises(ValueError, match=f'={dims[0]} and .*={dims[1]} .*1 or 2'):
-        standard_logical_axis_rules(*dims)
 
 
 # Rules for the axes of a mesh.
@@ -74,7 +18,8 @@ def rules_of(*mesh_axes, **dims):
 
 
 def test_the_default_axes_are_those_of_t5x():
-    for dims in T5X_RULES:
+    """tests/seeds/test_t5x_states.py has the rules of T5X."""
+    for dims in itertools.product((1, 2), repeat=2):
         plain = standard_logical_axis_rules(*dims)
         assert standard_logical_axis_rules(*dims, mesh_axes=('data', 'model')) == plain
         assert standard_logical_axis_rules(*dims, mesh_axes=['model', 'data']) == plain

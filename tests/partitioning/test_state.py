@@ -1,15 +1,26 @@
-"""States with missing or wrong names, and states that name their axes themselves."""
+"""States with missing or wrong names, and mistakes that T5X ignores or reports badly."""
 
+import re
+
+import flax
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from partitioning import AxisNames, PjitPartitioner, standard_logical_axis_rules
+from partitioning import (
+    AxisNames,
+    PjitPartitioner,
+    with_sharding_constraint,
+)
 
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
-RULES = standard_logical_axis_rules(2, 2)
+RULES = [('embed', 'data'), ('mlp', 'model'), ('vocab', 'model'), ('layers', None)]
+W = np.arange(64.0, dtype=np.float32).reshape(8, 8)
 
 
 @pytest.fixture(name='partitioner', scope='module')
@@ -20,12 +31,6 @@ def _partitioner():
 
 
 # Missing and wrong names.
-
-
-def test_a_state_without_names(partitioner):
-    state = {'params': {'w': jnp.zeros((8, 8))}}
-    with pytest.raises(ValueError, match='Missing axis names'):
-        partitioner.get_mesh_axes(state)
 
 
 def test_a_parameter_without_names_among_others(partitioner):
@@ -80,43 +85,95 @@ def test_a_statistic_that_may_belong_to_two_parameters(partitioner):
     assert partitioner.get_mesh_axes(state)['mu']['w'] == P('data', 'model')
 
 
-def test_a_rule_for_an_axis_that_the_mesh_lacks():
-    partitioner = PjitPartitioner(2, logical_axis_rules=[('embed', 'expert')])
-    box = nn.LogicallyPartitioned(jnp.zeros((8,)), ('embed',))
-    with pytest.raises(ValueError, match=r"params/w.*'expert'.*data 4 x model 2"):
-        partitioner.get_mesh_axes({'params': {'w': box}})
-
-
-# Other kinds of states.
-
-
+@flax.struct.dataclass
 class T5XState:
-    """A state that names its axes itself; None means that an array has no names."""
+    """A state that names the axes of all its arrays itself, with None for those without names."""
+
+    step: jax.Array
+    params: dict
+    opt_state: tuple
+    names: AxisNames = flax.struct.field(pytree_node=False)
 
     def as_logical_axes(self):
-        return {
-            'step': None,
-            'params': {
-                'logits_dense': AxisNames('vocab', 'embed'),
-                'mlp': {'wo': {'kernel': AxisNames('embed', 'mlp')}},
-            },
-        }
+        axes = {'w': self.names}
+        moments = self.opt_state[0]._replace(count=None, mu=axes, nu=axes)
+        return self.replace(step=None, params=axes, opt_state=(moments, *self.opt_state[1:]))
 
 
-def test_a_state_that_names_its_axes():
-    rules = [('batch', 'data'), ('embed', None), ('vocab', 'model'), ('mlp', 'model')]
-    partitioner = PjitPartitioner(2, logical_axis_rules=rules)
-    assert partitioner.get_mesh_axes(T5XState()) == {
-        'step': None,
-        'params': {
-            'logits_dense': P('model', None),
-            'mlp': {'wo': {'kernel': P(None, 'model')}},
-        },
-    }
+# One mesh axis twice.
 
 
-def test_a_state_that_names_an_axis_without_a_rule():
-    partitioner = PjitPartitioner(2, logical_axis_rules=[('vocab', 'model'), ('embed', None)])
-    message = "Failed to map logical axes for params/mlp/wo/kernel.*'mlp'"
-    with pytest.raises(ValueError, match=message):
-        partitioner.get_mesh_axes(T5XState())
+@pytest.mark.parametrize('axes', [('data', 'data'), ['model', 'data', 'model']])
+def test_a_mesh_axis_twice_in_a_rule(axes):
+    with pytest.raises(ValueError, match=re.escape(repr(('embed', axes)))):
+        PjitPartitioner(2, logical_axis_rules=[('embed', axes)])
+
+
+@pytest.mark.parametrize(
+    'names, axis',
+    [
+        ((('data', 'data'), None), 'data'),
+        (('data', 'data'), 'data'),
+        ((('data', 'model'), 'model'), 'model'),
+    ],
+)
+def test_a_mesh_axis_twice_in_a_box(names, axis):
+    partitioner = PjitPartitioner(2, logical_axis_rules=RULES)
+    with pytest.raises(ValueError) as error:
+        partitioner.get_mesh_axes({'params': {'w': nn.Partitioned(W, names)}})
+    message = str(error.value)
+    assert 'params/w' in message and repr(axis) in message and str(names) in message
+
+
+TWICE = [P('data', 'data'), P(('data', 'data'), None), P('model', ('data', 'model'))]
+
+
+@pytest.mark.parametrize('spec', [*TWICE, P('dta')])
+def test_invalid_specs(partitioner, spec):
+    """They are refused where they are passed, with the path of their array."""
+    for resources in ((({'params': {'w': spec}},), None), (None, {'params': {'w': spec}})):
+        with pytest.raises(ValueError, match='params/w'):
+            partitioner.partition(lambda s: s, *resources)
+    with pytest.raises(ValueError, match='params/w'):
+        partitioner.move_params_to_devices({'params': {'w': W}}, {'params': {'w': spec}})
+
+
+# Specs with the wrong number of dimensions.
+
+LONG = P('data', None, None)
+
+
+def test_specs_that_are_too_long(partitioner):
+    with pytest.raises(ValueError, match=r'3 entries.* 2 dimensions, \(8, 8\)'):
+        partitioner.get_local_chunk_info((8, 8), tuple(LONG))
+    for resources in ((({'w': LONG},), None), (None, {'w': LONG})):
+        with pytest.raises(ValueError, match=r"'w'.*3 entries.* 2 dimensions"):
+            partitioner.partition(lambda s: s, *resources)({'w': W})
+    with pytest.raises(ValueError, match='rank 2'):
+        partitioner.move_params_to_devices({'w': W}, {'w': LONG})
+    with pytest.raises(ValueError, match='has 3 entries, but the array has 2'):
+        partitioner.partition(lambda x: with_sharding_constraint(x, LONG), None, None)(W)
+
+
+# States of T5X with optax, as its OptaxWrapper makes them.
+
+
+def t5x_state(tx, names):
+    state = tx.init({'w': W})
+    return T5XState(jnp.int32(0), {'w': jnp.asarray(W)}, state, names)
+
+
+@pytest.mark.parametrize('names', [AxisNames('embed', 'mlp'), P('embed', 'mlp')])
+def test_a_t5x_state_with_a_chain_of_optax(partitioner, names):
+    """Tuples in the state of optax are not mistaken for axis names."""
+    state = t5x_state(optax.adam(1e-3), names)
+    axes = partitioner.get_mesh_axes(state)
+    assert axes.params == {'w': P('data', 'model')}
+    assert axes.opt_state[0].mu == axes.opt_state[0].nu == {'w': P('data', 'model')}
+    assert axes.step is None and axes.opt_state[0].count is None
+    shardings = partitioner.resolve(state).shardings
+    assert jax.tree.structure(shardings) == jax.tree.structure(state)
+    add = partitioner.partition(lambda s: s.replace(step=s.step + 1), (axes,), axes)
+    new = add(state)
+    assert int(new.step) == 1
+    assert new.opt_state[0].mu['w'].addressable_shards[0].data.shape == (2, 4)

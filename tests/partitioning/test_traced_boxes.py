@@ -1,9 +1,6 @@
 """flax's own boxes behave like ours while a partitioner traces, and only then."""
 
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -12,7 +9,6 @@ import pytest
 from boxed_states import KEY, RULES, OneArray, ones, partitioner_of
 from jax.sharding import AxisType, PartitionSpec as P
 
-import partitioning
 from partitioning import get_logical_axes
 
 pytestmark = pytest.mark.core
@@ -88,39 +84,6 @@ def test_a_box_with_the_mesh_of_the_partitioner():
     init = nn.with_logical_partitioning(ones, ('embed', 'mlp'), mesh=partitioner.mesh)
     plan = partitioner.plan(OneArray(init).init, KEY)
     assert plan['params/w'].spec == P('data', 'model')
-
-
-OPTIMIZED = """
-import jax, flax.linen as nn, jax.numpy as jnp
-assert 'flax.linen.spmd' in __import__('sys').modules and not __debug__
-from partitioning import PjitPartitioner, get_logical_axes
-class Layer(nn.Module):
-    @nn.compact
-    def __call__(self, x, _=None):
-        init = nn.with_logical_partitioning(nn.initializers.ones, ('embed', 'heads', 'kv'))
-        return nn.DenseGeneral((2, 2), use_bias=False, kernel_init=init)(x).reshape(x.shape), None
-model = nn.scan(Layer, variable_axes={'params': 0}, split_rngs={'params': True}, length=3,
-                metadata_params={nn.PARTITION_NAME: 'layers'})()
-rules = [('embed', None), ('heads', None), ('kv', None), ('layers', None)]
-partitioner = PjitPartitioner(1, logical_axis_rules=rules)
-def again(key):
-    made = model.init(key, jnp.ones((2, 4)))
-    return model.apply(made, jnp.ones((2, 4)), mutable=['params'])[1]
-names = get_logical_axes(partitioner.eval_shape(again, jax.random.key(0)))
-print(*names['params']['DenseGeneral_0']['kernel'])
-"""
-
-
-def test_python_O():
-    """flax removes names inside an assert, so that each step of nn.scan would add one."""
-    done = subprocess.run(
-        [sys.executable, '-O', '-c', OPTIMIZED],
-        cwd=Path(partitioning.__file__).parents[1],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.split() == ['layers', 'embed', 'heads', 'kv']
 
 
 # A transformation that does not name its dimension.

@@ -102,6 +102,7 @@ def test_B3_remove_axis(kind):
 
 OPTIMIZED = """
 import json, jax, flax.linen as nn, jax.numpy as jnp
+from partitioning import PjitPartitioner, get_logical_axes
 from partitioning.state import linen
 
 def names(boxes):
@@ -114,9 +115,12 @@ def names(boxes):
     def init_and_apply(key, x):
         made = scanned.init(key, x)
         return made, scanned.apply(made, x, mutable=['params'])[1]
-    made, again = jax.eval_shape(init_and_apply, jax.random.key(0), jnp.ones((2, 4)))
-    made, again = made['params']['w'], again['params']['w']
-    return [made.names, made.remove_axis(0, {nn.PARTITION_NAME: 'layers'}).names, again.names]
+    given = init_and_apply, jax.random.key(0), jnp.ones((2, 4))
+    made, again = (x['params']['w'] for x in jax.eval_shape(*given))
+    partitioner = PjitPartitioner(1, logical_axis_rules=[(n, None) for n in made.names])
+    inside = get_logical_axes(partitioner.eval_shape(*given)[1])['params']['w']
+    removed = made.remove_axis(0, {nn.PARTITION_NAME: 'layers'}).names
+    return [made.names, removed, again.names, tuple(inside)]
 
 try:
     linen.Partitioned(0, ('x', 'y')).remove_axis(0, {nn.PARTITION_NAME: 'layers'})
@@ -129,15 +133,18 @@ print(json.dumps([__debug__, *found]))
 
 
 def test_B3_under_python_O():
-    """flax's boxes remove nothing, so each step of a scanned layer adds a name."""
+    """flax's boxes remove nothing, so each step of a scanned layer adds a name.
+
+    They do remove it while a partitioner traces.
+    """
     root = Path(partitioning.__file__).parents[1]
     command = [sys.executable, '-O', '-c', OPTIMIZED]
     done = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
     debug, flax, ours, wrong = json.loads(done.stdout)
     assert not debug
     layers, layer = ['layers', 'embed', 'mlp'], ['embed', 'mlp']
-    assert flax == [layers, layers, ['layers', *layers]]
-    assert ours == [layers, layer, layers]
+    assert flax == [layers, layers, ['layers', *layers], layers]
+    assert ours == [layers, layer, layers, layers]
     assert 'dimension 0 ' in wrong and "'layers'" in wrong
 
 
