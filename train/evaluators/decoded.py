@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from partitioning import TrainState
-from train.data import FiniteBatches, Lengths, OpenText, Task
+from train.data import Lengths, Task
 from train.data.rows.lengths import check_lengths
 from train.data.rows.pair_tasks import adapt
-from train.data.rows.pairs import Pairs
 from train.decoding import predict as predict_batch
 from train.errors import ConfigError, check_counts
-from train.evaluators.evaluator import (
-    EvaluatedRun,
-    feeding,
-    finite_batches,
-    partition_scoring,
-)
+from train.evaluators.evaluator import EvaluatedRun, finite_batches
 from train.evaluators.files import write_metrics, write_results
-from train.evaluators.references import Reference, references_of
+from train.evaluators.references import (
+    Predict,
+    Reference,
+    TaskExamples,
+    iterate_outputs,
+    open_examples,
+    open_text,
+    partition_prediction,
+)
 from train.evaluators.text_metrics import Metric
-from train.machine.devices import must_wait_for_steps
-from train.processes.activity import calling_compiler, wait_for_devices
 from train.reporting.reports import format_scores
 
-# (objective, params, batch, key, variables=..., end_token=...) -> tokens [batch, length]
-Predict = Callable[..., Any]
 LONGEST: Lengths = {'inputs': None, 'targets': None}
 
 
@@ -86,36 +84,17 @@ class DecodedText:
         Raises:
           ConfigError: if the task has no text, or if no task has metrics.
         """
-        opened = run.evaluated[name]
-        if not isinstance(opened, OpenText):
-            raise ConfigError(f'the evaluator {name!r} decodes text, but the task has no text')
-        examined = []
+        opened, tasks = open_text(run, name), list[TaskExamples]()
         with run.console.phase(f'opening the held-out examples of {name}'):
             for part in opened.parts:
-                metrics = tuple(part.metrics if self.metrics is None else self.metrics)
-                if metrics:
-                    rows = OpenText(opened.tokenizer, [part]).evaluation().rows
-                    rows = rows[: self.num_examples or len(rows)]
-                    pairs = part.index.held_out if isinstance(part.index.held_out, Pairs) else None
-                    references = references_of(rows, pairs, part, opened.tokenizer)
-                    batches = finite_batches(run, rows, self.batch_size)
-                    examined.append(_Examined(part.name, metrics, batches, references))
-        if not examined:
+                if part.metrics if self.metrics is None else self.metrics:
+                    tasks.append(open_examples(opened, part, slice(self.num_examples)))
+        if not tasks:
             raise ConfigError(
                 f'the evaluator {name!r} has no metrics: set DecodedText.metrics, or the metrics '
                 'of the task, such as [@bleu]'
             )
-        return PreparedDecodedText(self.every, name, run, self, examined)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Examined:
-    """One task: its metrics, its rows, and what the predictions are compared with."""
-
-    name: str
-    metrics: tuple[Metric, ...]
-    batches: FiniteBatches
-    references: list[Reference]
+        return PreparedDecodedText(self.every, name, run, self, tasks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,64 +105,38 @@ class PreparedDecodedText:
     name: str
     owner: EvaluatedRun
     settings: DecodedText
-    tasks: list[_Examined]
+    tasks: list[TaskExamples]
 
     @functools.cached_property
     def _predict(self) -> Any:
         """The function (params, variables, batch, key) -> tokens [batch, length], partitioned."""
-        run, settings = self.owner, self.settings
-        end = run.evaluated[self.name].tokenizer.separator  # type: ignore[union-attr]
 
-        def predict(params: Any, variables: Any, batch: Any, key: jax.Array) -> jax.Array:
-            found = settings.predict(
-                run.config.objective,
-                params,
-                batch,
-                key,
-                variables=variables or {},
-                end_token=end,
-            )
+        def predict(*given: Any, **options: Any) -> jax.Array:
+            found = self.settings.predict(*given, **options)
             tokens: Any = getattr(found, 'tokens', found)
             return tokens if tokens.ndim == 2 else tokens[:, -1]
 
-        return partition_scoring(run, predict, None)
+        return partition_prediction(self.owner, self.name, predict)
 
     def run(self, state: TrainState, step: int) -> dict[str, float]:
-        scores: dict[str, float] = {}
+        scores, owner, settings = dict[str, float](), self.owner, self.settings
         for task in self.tasks:
-            tokens = self._decode(state, task)
-            found = score(task.metrics, task.references, tokens)
-            self._write(task, found, tokens, step)
-            prefix = f'{task.name}/' if len(self.tasks) > 1 else ''
-            scores |= {f'{prefix}{name}': value for name, value in found.items()}
-        self.owner.console.scores(step, self.name, format_scores(scores))
+            name, references = task.part.name, task.references()
+            batches = finite_batches(owner, task.rows, settings.batch_size)
+            outputs = iterate_outputs(owner, self._predict, state, batches, len(task.rows))
+            tokens = [row for _, rows in outputs for row in rows]
+            metrics = task.part.metrics if settings.metrics is None else settings.metrics
+            found = score(metrics, references, tokens)
+            if jax.process_index() == 0:
+                folder = owner.directory / 'inference_eval'
+                write_metrics(folder, name, step, found)
+                pairs = list(zip(references, tokens, strict=True))[: settings.write_n_results]
+                if pairs:
+                    write_results(folder, name, step, [r.result(t) for r, t in pairs])
+            prefix = f'{name}/' if len(self.tasks) > 1 else ''
+            scores |= {f'{prefix}{metric}': value for metric, value in found.items()}
+        owner.console.scores(step, self.name, format_scores(scores))
         return scores
-
-    def _decode(self, state: TrainState, task: _Examined) -> list[np.ndarray]:
-        """The predicted tokens of each example, without the rows that fill up the last batch."""
-        found, key = list[Any](), self.owner.key
-        with feeding(self.owner, task.batches) as numbered:
-            for number, batch in numbered:
-                given = (state.params, state.flax_mutables, batch, jax.random.fold_in(key, number))
-                with calling_compiler():
-                    found.append(self._predict(*given))
-                if must_wait_for_steps():
-                    wait_for_devices(found[-1])
-        wait_for_devices(found)
-        rows = [row for tokens in found for row in np.asarray(tokens)]
-        return rows[: len(task.references)]
-
-    def _write(
-        self, task: _Examined, scores: Mapping[str, float], tokens: list[np.ndarray], step: int
-    ) -> None:
-        if jax.process_index() != 0:
-            return
-        folder = self.owner.directory / 'inference_eval'
-        write_metrics(folder, task.name, step, scores)
-        count = self.settings.write_n_results
-        if count != 0:
-            pairs = list(zip(task.references, tokens, strict=True))[:count]
-            write_results(folder, task.name, step, [r.result(t) for r, t in pairs])
 
 
 def score(

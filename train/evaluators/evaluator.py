@@ -96,25 +96,29 @@ class Evaluator(Protocol):
 
 def prepare_evaluators(run: EvaluatedRun) -> dict[str, Any]:
     """Prepares the evaluators of a run, by name."""
-    return {
-        name: _Watched(
-            evaluator.prepare(run, name)
-            if hasattr(evaluator, 'prepare')
-            else _Printed(evaluator, name, run.console),
-            name,
-            run.console,
-        )
-        for name, evaluator in run.evaluators.items()
-    }
+    prepared = dict[str, Any]()
+    for name, evaluator in run.evaluators.items():
+        is_simple = not hasattr(evaluator, 'prepare')
+        made = evaluator if is_simple else evaluator.prepare(run, name)
+        prepared[name] = _Prepared(made, name, run.console, is_simple)
+    return prepared
 
 
 @dataclasses.dataclass(frozen=True)
-class _Watched:
-    """A prepared evaluator, whose name the watchdog of the run knows while it runs."""
+class _Prepared:
+    """A prepared evaluator, whose name the watchdog of the run knows while it runs.
 
-    evaluator: Any
+    Attributes:
+      evaluator: the evaluator.
+      name: its name.
+      console: the console of the run.
+      is_simple: whether it only returns scores, which are then checked and printed here.
+    """
+
+    evaluator: Evaluator
     name: str
     console: RunConsole
+    is_simple: bool
 
     @property
     def every(self) -> int:
@@ -122,23 +126,9 @@ class _Watched:
 
     def run(self, state: TrainState, step: int) -> Mapping[str, float]:
         with self.console.activity.doing(f'the evaluation {self.name} at step {step}'):
-            return self.evaluator.run(state, step)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Printed:
-    """An evaluator whose scores are checked and printed."""
-
-    evaluator: Evaluator
-    name: str
-    console: RunConsole
-
-    @property
-    def every(self) -> int:
-        return self.evaluator.every
-
-    def run(self, state: TrainState, step: int) -> dict[str, float]:
-        found = self.evaluator.run(state, step)
+            found = self.evaluator.run(state, step)
+        if not self.is_simple:
+            return found
         try:
             scores = {score: float(value) for score, value in found.items()}
         except (AttributeError, TypeError, ValueError) as error:

@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import jax
-import numpy as np
 from rich.table import Table
 
 from partitioning import TrainState
-from train.data import Lengths, OpenText, Task
+from train.data import Lengths, Task
 from train.data.batches import abstract_batch
 from train.data.rows.pair_tasks import adapt
-from train.data.rows.pairs import Pairs
 from train.decoding import check_can_decode, predict as predict_batch
 from train.errors import ConfigError, check_counts
-from train.evaluators.evaluator import (
-    EvaluatedRun,
-    compile_scoring,
-    feeding,
-    finite_batches,
-    partition_scoring,
-)
+from train.evaluators.evaluator import EvaluatedRun, compile_scoring, finite_batches
 from train.evaluators.files import PartFiles
-from train.evaluators.references import Mode, Reference, describe_function, references_of, to_line
+from train.evaluators.references import (
+    Mode,
+    Predict,
+    TaskExamples,
+    describe_function,
+    iterate_outputs,
+    open_examples,
+    open_text,
+    partition_prediction,
+    to_line,
+)
 from train.paths import as_folder
-from train.processes.activity import wait_for_devices
 from train.processes.together import agree_on
 from train.reporting.reports import format_seconds
-
-# (number of the first batch) -> the number of examples so far and the outputs of the next batch
-_OutputsFrom = Callable[[int], Iterator[tuple[int, list[Any]]]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +63,7 @@ class PredictionFiles:
     """
 
     mode: Mode = 'predict'
-    predict: Callable[..., Any] = predict_batch
+    predict: Predict = predict_batch
     task: Task | None = None
     every: int = 0
     batch_size: int | None = None
@@ -101,9 +98,7 @@ class PredictionFiles:
         Raises:
           ConfigError: if the task has no text, or if the objective cannot predict or score.
         """
-        opened, objective = run.evaluated[name], run.config.objective
-        if not isinstance(opened, OpenText):
-            raise ConfigError(f'the evaluator {name!r} decodes text, but the task has no text')
+        opened, objective = open_text(run, name), run.config.objective
         if self.mode != 'score':
             check_can_decode(objective)
         elif not hasattr(objective, 'score'):
@@ -112,8 +107,9 @@ class PredictionFiles:
                 'objective EncoderDecoder or PrefixLanguageModel'
             )
         with run.console.phase(f'opening the examples of {name}'):
-            tasks = [_open(opened, part, self) for part in opened.parts]
-        names = [task.name for task in tasks]
+            chosen = slice(self.shard_index, None, self.num_shards)
+            tasks = [open_examples(opened, part, chosen) for part in opened.parts]
+        names = [_file_name(task) for task in tasks]
         if len(set(names)) < len(names):
             raise ConfigError(
                 f'the tasks {", ".join(names)} would write to the same file: give each a name'
@@ -121,28 +117,8 @@ class PredictionFiles:
         return PreparedPredictionFiles(self.every, name, run, self, tasks)
 
 
-@dataclasses.dataclass(frozen=True)
-class _OpenPart:
-    """The examples of one task: rows for the model, and their texts."""
-
-    name: str
-    rows: Sequence[Any]
-    describe: Callable[[Sequence[int]], list[Reference]]
-    content_hash: str
-
-
-def _open(opened: OpenText, part: Any, settings: PredictionFiles) -> _OpenPart:
-    rows = OpenText(opened.tokenizer, [part]).evaluation().rows
-    rows = rows[settings.shard_index :: settings.num_shards]
-    held_out = part.index.held_out
-    pairs = held_out if isinstance(held_out, Pairs) else None
-
-    def describe(numbers: Sequence[int]) -> list[Reference]:
-        places = [settings.shard_index + n * settings.num_shards for n in numbers]
-        own: Any = None if pairs is None else [pairs[place] for place in places]
-        return references_of([rows[n] for n in numbers], own, part, opened.tokenizer)
-
-    return _OpenPart(part.name.replace('/', '_'), rows, describe, part.index.content_hash)
+def _file_name(task: TaskExamples) -> str:
+    return task.part.name.replace('/', '_')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,27 +129,24 @@ class PreparedPredictionFiles:
     name: str
     owner: EvaluatedRun
     settings: PredictionFiles
-    tasks: list[_OpenPart]
+    tasks: list[TaskExamples]
 
     @property
     def _batch_size(self) -> int:
         return self.settings.batch_size or self.owner.config.batch_size
 
-    def _compile(self, task: _OpenPart) -> Any:
+    def _compile(self, task: TaskExamples) -> Any:
         """Compiles the function (params, variables, batch, key) -> outputs of each row."""
         run, settings = self.owner, self.settings
-        objective: Any = run.config.objective
-        end = run.evaluated[self.name].tokenizer.separator  # type: ignore[union-attr]
 
-        def infer(params: Any, variables: Any, batch: Any, key: jax.Array) -> Any:
-            variables = variables or {}
+        def predict(objective: Any, params: Any, batch: Any, *given: Any, **options: Any) -> Any:
             if settings.mode == 'score':
-                return objective.score(params, batch, variables)
-            options = {'variables': variables, 'end_token': end}
-            return settings.predict(objective, params, batch, key, **options)
+                return objective.score(params, batch, options['variables'])
+            return settings.predict(objective, params, batch, *given, **options)
 
+        partitioned = partition_prediction(run, self.name, predict)
         batch = abstract_batch(task.rows[0], self._batch_size, run.config.partitioner)
-        return compile_scoring(run, partition_scoring(run, infer, None), batch, run.key)
+        return compile_scoring(run, partitioned, batch, run.key)
 
     def run(self, state: TrainState, step: int) -> dict[str, float]:
         owner, settings = self.owner, self.settings
@@ -182,17 +155,17 @@ class PreparedPredictionFiles:
         for column in table.columns[1:4]:
             column.justify = 'right'
         for task in self.tasks:
+            name = _file_name(task)
             shard = f'{settings.shard_index:05}-of-{settings.num_shards:05}'
             path = as_folder('output_dir', folder)
             files = PartFiles(
-                path / f'{task.name}-{settings.mode}.{settings.extension}-{shard}',
-                path / f'tmp-{task.name}-{settings.mode}-{shard}',
+                path / f'{name}-{settings.mode}.{settings.extension}-{shard}',
+                path / f'tmp-{name}-{settings.mode}-{shard}',
             )
-            with owner.console.phase(f'compiling {settings.mode} for {task.name}'):
+            with owner.console.phase(f'compiling {settings.mode} for {name}'):
                 infer = self._compile(task)
             started = time.perf_counter()
-            outputs = functools.partial(self._outputs, infer, state, task)
-            num_new = self._write_parts(outputs, step, task, files)
+            num_new = self._write_parts(infer, state, step, task, files)
             seconds = time.perf_counter() - started
             written: Sequence[Any] = ()
             with owner.console.phase(f'writing {files.path.name}'):
@@ -201,16 +174,16 @@ class PreparedPredictionFiles:
             shown = [str(path) for path in written]
             shown = shown[:1] if len(shown) == 1 else [f'{files.folder} ({len(shown)} parts)']
             speed = f'{num_new / seconds:,.1f}'
-            table.add_row(task.name, f'{num_new:,}', format_seconds(seconds), speed, shown[0])
+            table.add_row(name, f'{num_new:,}', format_seconds(seconds), speed, shown[0])
         owner.console.heading(f'{settings.mode}, step {step}')
         owner.console.show(table)
         return {}
 
-    def _num_parts(self, task: _OpenPart) -> int:
+    def _num_parts(self, task: TaskExamples) -> int:
         return -(-len(task.rows) // (self._batch_size * self.settings.batches_per_part))
 
     def _write_parts(
-        self, outputs_from: _OutputsFrom, step: int, task: _OpenPart, files: PartFiles
+        self, infer: Any, state: TrainState, step: int, task: TaskExamples, files: PartFiles
     ) -> int:
         """Writes the parts that are missing, and returns the number of their examples."""
         console, per_part = self.owner.console, self.settings.batches_per_part
@@ -221,44 +194,26 @@ class PreparedPredictionFiles:
         first = first_part * per_part * self._batch_size
         if first_part:
             console.say(f'{files.path.name}: resumes at example {first:,} of {len(task.rows):,}')
+        batches = finite_batches(self.owner, task.rows, self._batch_size)
+        found = iterate_outputs(
+            self.owner, infer, state, batches, len(task.rows), first_part * per_part
+        )
         outputs: list[Any] = []
         number, begin = first_part, first
-        with console.counting(f'{mode} {task.name}', len(task.rows)) as show:
-            for done, output in outputs_from(first_part * per_part):
+        with console.counting(f'{mode} {_file_name(task)}', len(task.rows)) as show:
+            for done, output in found:
                 outputs.extend(output)
                 show(done)
                 if done - begin == per_part * self._batch_size or done == len(task.rows):
                     with console.phase('writing a part'):
                         if jax.process_index() == 0:
-                            references = task.describe(range(begin, done))
+                            references = task.references(begin, done)
                             pairs = zip(references, outputs, strict=True)
                             files.write(number, (to_line(mode, r, o) for r, o in pairs))
                     outputs, number, begin = [], number + 1, done
         return len(task.rows) - min(first, len(task.rows))
 
-    def _outputs(
-        self, infer: Any, state: TrainState, task: _OpenPart, first_batch: int
-    ) -> Iterator[tuple[int, list[Any]]]:
-        """Yields the number of examples so far, and the outputs of each row of the next batch.
-
-        The rows that fill up the last batch are dropped.
-        """
-        size, key = self._batch_size, self.owner.key
-        batches = finite_batches(self.owner, task.rows, size)
-        if first_batch >= len(batches):
-            return
-        with feeding(self.owner, batches, first_batch) as numbered:
-            for number, batch in numbered:
-                batch.pop('row_weights')
-                given = (state.params, state.flax_mutables, batch, jax.random.fold_in(key, number))
-                output = infer(*given)
-                wait_for_devices(output)
-                done = min((number + 1) * size, len(task.rows))
-                arrays = jax.tree.map(np.asarray, output)
-                count = done - number * size
-                yield done, [jax.tree.map(lambda x, i=i: x[i], arrays) for i in range(count)]
-
-    def _describe(self, step: int, task: _OpenPart) -> Mapping[str, Any]:
+    def _describe(self, step: int, task: TaskExamples) -> Mapping[str, Any]:
         """What determines the parts of a file."""
         settings = self.settings
         return {
@@ -266,7 +221,7 @@ class PreparedPredictionFiles:
             'mode': settings.mode,
             'predict': describe_function(settings.predict),
             'examples': len(task.rows),
-            'content_hash': task.content_hash,
+            'content_hash': task.part.index.content_hash,
             'shapes': {name: list(x.shape) for name, x in task.rows[0].items()},
             'batch_size': self._batch_size,
             'batches_per_part': settings.batches_per_part,

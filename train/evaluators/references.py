@@ -1,22 +1,30 @@
-"""Held-out examples as text, to compare predictions with and to write next to them."""
+"""Held-out examples: their predictions, and their texts to compare these with."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
+from partitioning import TrainState
+from train.data import FiniteBatches, OpenText
 from train.data.rows.open_task import Part
 from train.data.rows.packing import Row
 from train.data.rows.pairs import PADDING, Pairs
 from train.data.text.tokenizers import Tokenizer
 from train.decoding import Predictions
+from train.errors import ConfigError
+from train.evaluators.evaluator import EvaluatedRun, feeding, partition_scoring
+from train.processes.activity import calling_compiler, wait_for_devices
 
 Postprocess = Callable[..., Any]
+# (objective, params, batch, key, variables=..., end_token=...) -> tokens [batch, length]
+Predict = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,40 +61,117 @@ class Reference:
 
     def result(self, tokens: np.ndarray) -> dict[str, Any]:
         """The example and its prediction, as seqio's JSONLogger writes them."""
-        texts = {'inputs_pretokenized': self.inputs, 'targets_pretokenized': self.targets}
-        return {'input': texts, 'target': self.target, 'prediction': self.predicted(tokens)}
+        prediction = self.predicted(tokens)
+        return {'input': self.texts, 'target': self.target, 'prediction': prediction}
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Its inputs and targets, by seqio's names."""
+        return {'inputs_pretokenized': self.inputs, 'targets_pretokenized': self.targets}
 
     def _postprocessed(self, text: str, is_target: bool) -> Any:
         if self.postprocess is None:
             return text
-        example = {'inputs_pretokenized': self.inputs, 'targets_pretokenized': self.targets}
-        return self.postprocess(text, example=example, is_target=is_target)
+        return self.postprocess(text, example=self.texts, is_target=is_target)
 
 
-def references_of(
-    rows: Sequence[Row], pairs: Pairs | None, part: Part, tokenizer: Tokenizer
-) -> list[Reference]:
-    """The examples of rows that hold one example each.
+@dataclasses.dataclass(frozen=True)
+class TaskExamples:
+    """Held-out examples of one task, whose rows hold one example each.
 
-    Args:
+    Attributes:
+      part: the task.
       rows: the rows.
-      pairs: the examples before they were cut to rows. None takes them from the rows.
-      part: the part of the task that the rows belong to.
+      numbers: the number of each of these examples among all that are held out.
       tokenizer: decodes the targets.
     """
-    references = []
-    for number in range(len(rows)):
-        inputs, targets = _pair_of(rows[number]) if pairs is None else pairs[number]
-        references.append(
-            Reference(
-                cut_at_end(targets, tokenizer.separator),
-                decode_text(inputs, part.inputs_tokenizer or tokenizer),
-                decode_text(targets, tokenizer),
-                tokenizer,
-                part.postprocess,
+
+    part: Part
+    rows: Sequence[Row]
+    numbers: range
+    tokenizer: Tokenizer
+
+    def references(self, first: int = 0, last: int | None = None) -> list[Reference]:
+        """The examples from number `first` up to, but without, number `last`, as text."""
+        held_out, tokenizer, found = self.part.index.held_out, self.tokenizer, list[Reference]()
+        for i in range(len(self.rows))[first:last]:
+            # If the task has pairs, they are the examples before they were cut to rows.
+            is_cut = not isinstance(held_out, Pairs)
+            inputs, targets = _pair_of(self.rows[i]) if is_cut else held_out[self.numbers[i]]
+            found.append(
+                Reference(
+                    cut_at_end(targets, tokenizer.separator),
+                    decode_text(inputs, self.part.inputs_tokenizer or tokenizer),
+                    decode_text(targets, tokenizer),
+                    tokenizer,
+                    self.part.postprocess,
+                )
             )
-        )
-    return references
+        return found
+
+
+def open_text(run: EvaluatedRun, name: str) -> OpenText:
+    """The opened task of an evaluator.
+
+    Raises:
+      ConfigError: if it has no text.
+    """
+    opened = run.evaluated[name]
+    if not isinstance(opened, OpenText):
+        raise ConfigError(f'the evaluator {name!r} decodes text, but the task has no text')
+    return opened
+
+
+def open_examples(opened: OpenText, part: Part, chosen: slice) -> TaskExamples:
+    """Opens some of the held-out examples of a task, by their numbers."""
+    rows = OpenText(opened.tokenizer, [part]).evaluation().rows
+    return TaskExamples(part, rows[chosen], range(len(rows))[chosen], opened.tokenizer)
+
+
+def partition_prediction(run: EvaluatedRun, name: str, predict: Predict) -> Any:
+    """Partitions the prediction of a batch: (params, variables, batch, key) -> what it returns."""
+    end = open_text(run, name).tokenizer.separator
+
+    def infer(params: Any, variables: Any, batch: Any, key: jax.Array) -> Any:
+        options = {'variables': variables or {}, 'end_token': end}
+        return predict(run.config.objective, params, batch, key, **options)
+
+    return partition_scoring(run, infer, None)
+
+
+def iterate_outputs(
+    run: EvaluatedRun,
+    infer: Any,
+    state: TrainState,
+    batches: FiniteBatches,
+    num_rows: int,
+    first: int = 0,
+) -> Iterator[tuple[int, list[Any]]]:
+    """Yields the number of rows so far, and the outputs of each row of the next batch.
+
+    The rows that fill up the last batch are dropped.
+
+    Args:
+      run: the run.
+      infer: the function (params, variables, batch, key) -> outputs of the rows of a batch.
+      state: the state that predicts.
+      batches: the batches.
+      num_rows: the number of their rows.
+      first: the number of the first batch.
+    """
+    if first >= len(batches):
+        return
+    size = batches.batch_size
+    with feeding(run, batches, first) as numbered:
+        for number, batch in numbered:
+            batch.pop('row_weights')
+            given = (state.params, state.flax_mutables, batch, jax.random.fold_in(run.key, number))
+            with calling_compiler():
+                output = infer(*given)
+            wait_for_devices(output)
+            done = min((number + 1) * size, num_rows)
+            arrays, count = jax.tree.map(np.asarray, output), done - number * size
+            yield done, [jax.tree.map(lambda x, i=i: x[i], arrays) for i in range(count)]
 
 
 def _pair_of(row: Row) -> tuple[np.ndarray, np.ndarray]:
@@ -120,8 +205,7 @@ def to_line(mode: Mode, reference: Reference, output: Any) -> str:
       reference: the example.
       output: its score; or its predicted tokens, or `Predictions` of one row.
     """
-    texts = {'inputs_pretokenized': reference.inputs, 'targets_pretokenized': reference.targets}
-    line: dict[str, Any] = {'inputs': texts}
+    line: dict[str, Any] = {'inputs': reference.texts}
     if mode == 'score':
         return json.dumps(line | {'score': float(output)}, ensure_ascii=False)
     tokens, scores = output if isinstance(output, Predictions) else (output, None)
