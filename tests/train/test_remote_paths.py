@@ -304,7 +304,7 @@ def test_a_checkpoint_is_restored_on_another_mesh(bucket):
     restored = opened.restore(2, abstract)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     assert restored.params['kernel'].sharding == other.params['kernel'].sharding
-    variables = opened.restore_variables(2, abstract)
+    variables = opened.restore(2, abstract, variables_only=True)
     np.testing.assert_array_equal(variables.params['kernel'], state.params['kernel'])
     opened.close()
 

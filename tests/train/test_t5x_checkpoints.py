@@ -63,7 +63,7 @@ def restore(path, plan, *, variables=False, initialize=None, **settings):
     folder, step = find_checkpoint(config)
     checkpoints = open_restored(config, folder)
     if variables:
-        return checkpoints.restore_variables(step, plan.abstract_state, initialize)
+        return checkpoints.restore(step, plan.abstract_state, initialize, variables_only=True)
     return checkpoints.restore(step, plan.abstract_state, initialize)
 
 
@@ -217,8 +217,8 @@ def test_experts_start_as_copies_of_a_dense_layer(tmp_path):
     settings = {'assignment_map': idiom, 'checkpointer_cls': Four, 'strict': False}
     sparse = RestoreCheckpointConfig(path=str(path), mode='specific', **settings)
     [config] = sparse.each()
-    restored = open_restored(config, find_checkpoint(config)[0]).restore_variables(
-        10, state.replace(params=params)
+    restored = open_restored(config, find_checkpoint(config)[0]).restore(
+        10, state.replace(params=params), variables_only=True
     )
     found = restored.params['encoder']['layers_0']['mlp']['expert']['wo']['kernel']
     assert found.sharding == sharding

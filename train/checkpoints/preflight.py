@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Protocol
 
 import jax
 from rich.table import Table
@@ -16,6 +15,7 @@ from train.checkpoints.arrays.placing import by_size, find_shares
 from train.checkpoints.arrays.stored import Bounds, StoredArray
 from train.checkpoints.matching import Difference, Wanted
 from train.errors import ConfigError
+from train.reporting.console import RunConsole
 
 MAX_ROWS = 20
 # What differs, and what happens with the array if the settings allow it.
@@ -25,13 +25,6 @@ _KINDS = {
     'dtype': ('other dtype', 'converted'),
     'shape': ('other shape', ''),
 }
-
-
-class Shows(Protocol):
-    """Prints lines and tables, as a `RunConsole` does."""
-
-    def say(self, message: str) -> None: ...
-    def show(self, renderable: Any) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +60,7 @@ class Preflight:
         if self.problem is not None:
             raise ConfigError(self.problem)
 
-    def report(self, console: Shows) -> None:
+    def report(self, console: RunConsole) -> None:
         """Prints one line, and a table if arrays differ."""
         console.say(self.describe())
         if self.differences:

@@ -100,7 +100,7 @@ class CheckpointReader(abc.ABC):
         Args:
           step: the step of a saved checkpoint.
           abstract_state: the arrays of the run, as in `restore`.
-          variables_only: whether to compare what `restore_variables` restores.
+          variables_only: as in `restore`.
 
         Raises:
           DamagedCheckpoint: if a file that describes the checkpoint is damaged.
@@ -126,7 +126,14 @@ class CheckpointReader(abc.ABC):
                 is_verified=(self.path(step) / manifest.FILE).exists(),
             )
 
-    def restore(self, step: int, abstract_state: Any, initialize: Initialize | None = None) -> Any:
+    def restore(
+        self,
+        step: int,
+        abstract_state: Any,
+        initialize: Initialize | None = None,
+        *,
+        variables_only: bool = False,
+    ) -> Any:
         """Restores the state of a step.
 
         Args:
@@ -134,33 +141,19 @@ class CheckpointReader(abc.ABC):
           abstract_state: ShapeDtypeStructs with the shardings of the restored arrays.
           initialize: makes the arrays at some paths of the state that the checkpoint does not have,
             if the settings allow that.
+          variables_only: whether only the step, the parameters and the other variables are
+            restored. The result is then a TrainState whose `opt_state` is None.
 
         Raises:
           DamagedCheckpoint: if its files cannot be read, or do not have the content that was
             written. All processes raise it.
           ConfigError: if the checkpoint has different arrays, shapes or dtypes than the state.
         """
+        if variables_only:
+            state = self._without_optimizer(abstract_state)
+            return self._read(step, state, self.variables, initialize)
         self._check_dtype(abstract_state)
         return self._read(step, abstract_state, self._parts, initialize)
-
-    def restore_variables(
-        self, step: int, abstract_state: Any, initialize: Initialize | None = None
-    ) -> Any:
-        """Restores the step, the parameters and the other variables, without the optimizer state.
-
-        Args:
-          step: the step of a saved checkpoint.
-          abstract_state: the TrainState of ShapeDtypeStructs, as in `restore`.
-          initialize: as in `restore`.
-
-        Returns:
-          The state, whose `opt_state` is None.
-
-        Raises:
-          DamagedCheckpoint, ConfigError: as in `restore`.
-        """
-        state = self._without_optimizer(abstract_state)
-        return self._read(step, state, self.variables, initialize)
 
     @property
     def _settings(self) -> RestoreConfig:
@@ -178,8 +171,16 @@ class CheckpointReader(abc.ABC):
         return state if dtype is None else state.replace(params=with_dtype(state.params, dtype))
 
     def _check_dtype(self, abstract_state: Any) -> None:
-        if self._settings.dtype is not None:
-            _check_dtype(self._settings, abstract_state.params)
+        """Checks that the parameters to train have the dtype that is asked for."""
+        dtype, setting = self._settings.dtype, self._settings.dtype_setting
+        if dtype is None:
+            return
+        for path, x in jax.tree_util.tree_leaves_with_path(abstract_state.params):
+            if is_floating(x) and x.dtype != jnp.dtype(dtype):
+                raise ConfigError(
+                    f'{setting} is {dtype!r}, but this run trains {path_str(path)} in {x.dtype}: '
+                    f'write {setting} = {str(x.dtype)!r}, or leave it out'
+                )
 
     def _by_name(self, abstract_state: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """The arrays of a state, by their names in the checkpoint."""
@@ -193,14 +194,7 @@ class CheckpointReader(abc.ABC):
     def _read(
         self, step: int, abstract_state: Any, parts: tuple[str, ...], initialize: Initialize | None
     ) -> Any:
-        """Reads an array of the checkpoint for each array of a state.
-
-        Args:
-          step: the step of the checkpoint.
-          abstract_state: the arrays to read.
-          parts: the beginnings of the names that are compared.
-          initialize: as in `restore`.
-        """
+        """Reads the arrays of a state. `parts` are the beginnings of the names to compare."""
         flat, treedef = jax.tree_util.tree_flatten_with_path(abstract_state)
         wanted = {path_str(path): struct for path, struct in flat}
         with raise_on_all_processes():
@@ -225,14 +219,7 @@ class CheckpointReader(abc.ABC):
     def _match(
         self, step: int, by_name: Wanted, parts: tuple[str, ...], *, can_initialize: bool
     ) -> Matched[StoredArray]:
-        """Finds the stored array for each array of a state.
-
-        Args:
-          step: the step of the checkpoint.
-          by_name: the arrays to find, by their names in the checkpoint.
-          parts: the beginnings of the names that are compared.
-          can_initialize: whether arrays that are not in the checkpoint can be initialized.
-        """
+        """Finds the stored array for each array of a state, by its name in the checkpoint."""
         restore = self._settings
         if not can_initialize:
             restore = dataclasses.replace(restore, initialize_missing=False)
@@ -275,14 +262,3 @@ def with_dtype(tree: Any, dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
 
     return jax.tree.map(convert, tree)
-
-
-def _check_dtype(restore: RestoreConfig, params: Any) -> None:
-    """Checks that the parameters to train have the dtype that is asked for."""
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
-        if is_floating(x) and x.dtype != jnp.dtype(restore.dtype):
-            raise ConfigError(
-                f'{restore.dtype_setting} is {restore.dtype!r}, but this run trains '
-                f'{path_str(path)} in {x.dtype}: write {restore.dtype_setting} = '
-                f'{str(x.dtype)!r}, or leave it out'
-            )

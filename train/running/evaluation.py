@@ -97,6 +97,6 @@ def restore_for_evaluation(run: Run, restore: RestoreConfig | None = None) -> Tr
         preflight = saved.preflight(step, abstract, variables_only=True)
         preflight.report(run.console)
         preflight.check()
-        state = saved.restore_variables(step, abstract, initialize)
+        state = saved.restore(step, abstract, initialize, variables_only=True)
     run.console.say(f'restored {saved.origin(step)}', style='bold')
     return state

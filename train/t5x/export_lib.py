@@ -145,7 +145,7 @@ def save(
         closing(open_restored(restore, folder)) as checkpoints,
     ):
         abstract = _abstract_state(model, lengths, partitioner or PjitPartitioner(num_partitions=1))
-        state = checkpoints.restore_variables(step, abstract)
+        state = checkpoints.restore(step, abstract, variables_only=True)
     with console.phase('exporting the program'):
         description = export_program(
             _function(model, inference_mode, state.flax_mutables),

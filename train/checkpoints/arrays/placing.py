@@ -21,7 +21,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from partitioning.rules import sharding_axes
-from train.checkpoints.arrays.stored import Bounds, Index, StoredArray, StoreReader, bounds_of
+from train.checkpoints.arrays.stored import (
+    Bounds,
+    Index,
+    StoredArray,
+    StoreReader,
+    bounds_of,
+    is_floating,
+)
 from train.errors import first_line
 from train.processes.activity import calling_compiler, wait_for_devices
 
@@ -94,18 +101,12 @@ def find_shares(array: StoredArray, struct: jax.ShapeDtypeStruct, number: int) -
     """
     shares = []
     for bounds, holders in _holders(struct.sharding, struct.shape):
-        pieces = split(bounds, array.chunk, array.dtype.itemsize)
-        divided = len(holders) > 1 and exchanges(struct, bounds)
-        shares.append(
-            Share(
-                bounds,
-                holders,
-                tuple(
-                    Piece(piece, (holders[(number + i) % len(holders)],) if divided else holders)
-                    for i, piece in enumerate(pieces)
-                ),
-            )
-        )
+        pieces = [Piece(one, holders) for one in split(bounds, array.chunk, array.dtype.itemsize)]
+        if len(holders) > 1 and exchanges(struct, bounds):
+            turns = itertools.cycle((holder,) for holder in holders)
+            readers = itertools.islice(turns, number % len(holders), None)
+            pieces = [Piece(piece.bounds, next(readers)) for piece in pieces]
+        shares.append(Share(bounds, holders, tuple(pieces)))
     return shares
 
 
@@ -115,17 +116,13 @@ def exchanges(struct: jax.ShapeDtypeStruct, shard: Bounds) -> bool:
     It must be large enough, and its values must have as many bits as they have in memory, so that
     devices can add them as integers.
     """
-    size = math.prod(last - first for first, last in shard) * struct.dtype.itemsize
-    return (
-        size >= MIN_EXCHANGED_BYTES
-        and isinstance(struct.sharding, NamedSharding)
-        and (jnp.issubdtype(struct.dtype, jnp.floating) or struct.dtype.kind in 'iu')
-        and _bits(struct.dtype) == 8 * struct.dtype.itemsize
-    )
-
-
-def _bits(dtype: Any) -> int:
-    return int((jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo)(dtype).bits)
+    dtype = struct.dtype
+    size = math.prod(last - first for first, last in shard) * dtype.itemsize
+    if size < MIN_EXCHANGED_BYTES or not isinstance(struct.sharding, NamedSharding):
+        return False
+    if is_floating(struct):
+        return bool(jnp.finfo(dtype).bits == 8 * dtype.itemsize)
+    return dtype.kind in 'iu' and jnp.iinfo(dtype).bits == 8 * dtype.itemsize
 
 
 @functools.lru_cache(maxsize=1024)
@@ -254,11 +251,15 @@ def _start(
     mine = [(share, piece) for share in shares for piece in share.pieces if me in piece.readers]
     # Shards that share a chunk read it one after the other, while it is in TensorStore's cache.
     mine.sort(key=lambda both: both[1].bounds)
-    pieces = [
-        pool.submit(_read_piece, array, share, piece, buffers[share.bounds])
-        for share, piece in mine
-        if pool is not None
-    ]
+
+    def read(share: Share, piece: Piece) -> None:
+        out = buffers[share.bounds][piece.index_in(share.bounds)]
+        if isinstance(array.start, StoreReader) and array.dtype == out.dtype:
+            array.start.read_into(piece.index, out)
+        else:
+            out[...] = array.read(piece.index).astype(out.dtype, copy=False)
+
+    pieces = [] if pool is None else [pool.submit(read, *each) for each in mine]
     return _Reading(name, struct, buffers, exchanged, pieces)
 
 
@@ -278,15 +279,6 @@ def _allocate(
         buffers[bounds] = values.view(dtype).reshape(shape)
         start += aligned[bounds]
     return buffers
-
-
-def _read_piece(array: StoredArray, share: Share, piece: Piece, buffer: np.ndarray) -> None:
-    """Reads a piece into its place in the buffer of its shard."""
-    out = buffer[piece.index_in(share.bounds)]
-    if isinstance(array.start, StoreReader) and array.dtype == out.dtype:
-        array.start.read_into(piece.index, out)
-    else:
-        out[...] = array.read(piece.index).astype(out.dtype, copy=False)
 
 
 def _finish(reading: _Reading) -> tuple[jax.Array, UnreadableArrayError | None]:
