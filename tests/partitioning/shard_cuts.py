@@ -21,6 +21,11 @@ def blocks_of(shards, array):
     return [(shard, array[shard.index]) for shard in shards]
 
 
+def places(shards):
+    """The shards as a set of (offsets, sizes)."""
+    return {(s.shard_offsets, s.shard_sizes) for s in shards}
+
+
 @st.composite
 def _guillotine(draw, start, stop, depth=4):
     """A box, cut in two along any dimension, whose parts are cut again."""

@@ -32,17 +32,6 @@ pytestmark = pytest.mark.core
 PARAMS = {'fc1': {'kernel': jnp.ones((8, 16)), 'bias': jnp.ones(16)}, 'emb': jnp.ones((32, 8))}
 
 
-@given(st.integers(1, 300), st.data())
-@settings(deadline=None)
-def test_shards_are_cut_as_numpy_cuts(size, data):
-    num = data.draw(st.integers(1, size))
-    parts = np.array_split(np.arange(size), num)
-    assert split_sizes(size, num) == tuple(map(len, parts))
-    shards, local = split_rows(np.arange(size), size, num)
-    assert shards.tolist() == [i for i, part in enumerate(parts) for _ in part]
-    assert local.tolist() == [k for part in parts for k in range(len(part))]
-
-
 @pytest.mark.parametrize(
     'call, message',
     [

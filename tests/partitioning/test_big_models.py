@@ -64,19 +64,13 @@ rules = standard_logical_axis_rules(1, 2)
 mesh = MeshConfig.from_t5x(num_partitions=4, devices=devices)
 plan = PjitPartitioner(mesh=mesh, logical_axis_rules=rules).resolve(state)
 audit = plan.audit()
-text = str(audit)
-try:
-    plan.audit(budget=4 * 2**30)
-    refused = ''
-except ValueError as error:
-    refused = str(error)
+str(audit)
 audited = peak()
 live = sum(x.nbytes for x in jax.live_arrays())
 np.ones({2 * MOST} // 8)
 held = sorted(set(audit.bytes_by_device.values()))
 print(json.dumps(dict(audit.as_dict(), imported=imported, audited=audited,
-    allocated=peak(), live=live, held=held, devices=len(audit.bytes_by_device), refused=refused,
-    text=len(text.splitlines()))))
+    allocated=peak(), live=live, held=held, devices=len(audit.bytes_by_device))))
 """
 
 
@@ -97,13 +91,6 @@ def _report(request):
     )
     assert run.returncode == 0, run.stderr[-2000:]
     return json.loads(run.stdout.splitlines()[-1])
-
-
-def test_the_model_is_big():
-    """There are 20 GB of parameters, which make 60 GB of state."""
-    assert PARAMETERS >= 5 * 10**9 and 4 * PARAMETERS >= 20 * 10**9
-    assert LAYERS * EMBED > 100_000  # scales count too, and divide evenly
-    assert EMBED % 8 == MLP % 8 == VOCAB % 8 == 0
 
 
 def test_bytes_by_hand(report):
@@ -128,18 +115,3 @@ def test_an_audit_needs_little_memory(report):
     assert report['live'] == 0  # bytes of arrays
     assert report['audited'] - report['imported'] < MOST
     assert report['allocated'] - report['audited'] > MOST
-
-
-def test_a_budget_that_is_too_small(report):
-    budget = 4 * 2**30
-    assert budget < PER_DEVICE
-    refused = report['refused']
-    assert f'{PER_DEVICE:,} bytes, {PER_DEVICE - budget:,} more than the budget of' in refused
-    assert f'parameters {HELD:,}, optimizer {OF_OPTIMIZER:,}, other 4' in refused
-    assert 'table' in refused and 'more devices' in refused
-
-
-def test_every_array_has_a_line(report):
-    arrays = 3 * (7 * LAYERS + 1) + 2
-    assert len(report['rows']) == arrays
-    assert report['text'] > arrays

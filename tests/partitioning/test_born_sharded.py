@@ -117,34 +117,6 @@ def test_the_program_that_makes_a_state_has_no_whole_array():
     assert '[48,24]' not in text and '[3,24,40]' not in text and '[40]' not in text
 
 
-@AXIS_TYPES
-def test_a_step_over_any_type_of_axes(axis_type):
-    partitioner = partitioner_over('2x2x2', axis_type)
-    plan = partitioner.plan(lambda: with_adam(parameters(KEY)))
-    double = partitioner.partition(
-        lambda s: jax.tree.map(lambda x: x + x, s), (plan.specs,), plan.specs
-    )
-    born = plan.init()
-    after = double(double(born))
-    np.testing.assert_array_equal(after['params']['table'], 4 * np.asarray(born['params']['table']))
-    plan.check(after)
-    check_compiled_once(double)
-
-
-class Linen(nn.Module):
-    @nn.compact
-    def __call__(self):
-        init = nn.with_logical_partitioning(nn.initializers.ones, ('vocab', 'embed'))
-        return self.param('table', init, TABLE)
-
-
-@AXIS_TYPES
-def test_linen_models(axis_type):
-    partitioner = partitioner_over('2x2x2', axis_type)
-    state = partitioner.init(lambda key: Linen().init(key), KEY)
-    assert shard_shapes(state) == {'params/table': (12, 12)}
-
-
 def test_arguments_of_init():
     partitioner = partitioner_over('4x2')
     state = partitioner.init(

@@ -1,4 +1,4 @@
-"""Compiler options: how functions are compiled with them, and how plans record them."""
+"""Options and flags of compilers, and the private names of jax that they depend on."""
 
 import dataclasses
 import json
@@ -7,15 +7,23 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src import xla_bridge
+from jax._src.cudnn import fused_attention_stablehlo as kernels
 
 from partitioning import PjitPartitioner, Plan, diff
 from partitioning.hardware import (
     CompilerOption,
     change_options,
+    check_flags,
+    compiler_flags,
     default_options,
     option_values,
 )
 from partitioning.hardware.compiler_errors import explain_compiler_error
+from partitioning.hardware.compiler_flags import explain_refusal
+from partitioning.hardware.jax_private import described_cudnn, num_cached, this_process
+
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 OFF = 'xla_jf_spmd_threshold_for_windowed_einsum_mib'
 KNOWN = {'xla_cpu_enable_fast_math': False}  # an option of the compiler for CPUs
@@ -110,3 +118,89 @@ def test_plans_record_options_and_old_files_load(partitioner, tmp_path):
         (tmp_path / 'bad.json').write_text(json.dumps(held | {'compiler_options': wrong}))
         with pytest.raises(ValueError, match=r'bad.json: .*(a list|lacks value|a number)'):
             Plan.load(tmp_path / 'bad.json')
+
+
+# What jaxlib 0.10 and libtpu 0.0.52 write.
+UNKNOWN = 'F1123 06:44:54.075532 8948 flags.cc:234] Unknown flag in XLA_FLAGS: --xla_x=1'
+BAD_VALUE = (
+    'F1123 06:45:26.188707 9203 flags.cc:220] Check failed: Flag parsing failed.\n'
+    'usage: --xla_y=maybe\n'
+    'Flags:\n'
+    '\t--xla_fast=false\tbool\tEnable fast math.'
+)
+
+
+@pytest.mark.parametrize(
+    ('written', 'values', 'words'),
+    [
+        (UNKNOWN, ('--xla_fast=true --xla_x=1', ''), ['for TPUs', '--xla_x=1 in XLA_FLAGS']),
+        (f'W1123 a warning\n{BAD_VALUE}', ('--xla_fast=1 --xla_y=maybe', ''), ['--xla_y=maybe in']),
+        (
+            "ERROR: Unknown command line flag 'xla_z'",
+            ('--xla_fast=true', '--xla_z=1'),
+            ['--xla_z=1 in LIBTPU_INIT_ARGS', 'remove it'],
+        ),
+    ],
+)
+def test_the_flag_that_a_compiler_refuses_is_named(written, values, words):
+    text = explain_refusal('tpu', written, values)
+    assert not [word for word in words if word not in text]
+    assert 'xla_fast' not in text and '\n' not in text
+
+
+def test_other_reasons_to_end_are_not_about_flags():
+    values = ('--xla_x=1', '')
+    assert explain_refusal('tpu', 'RuntimeError: libtpu is not installed', values) is None
+    assert explain_refusal('tpu', 'F1123 06:44:54.0 1 a.cc:9] Check failed: x', values) is None
+
+
+def test_flags_are_tried_once_and_only_where_the_environment_sets_some(monkeypatch):
+    started = []
+
+    def run(command, **kwargs):
+        started.append(command[-1])
+        return type('Done', (), {'returncode': 1, 'stderr': UNKNOWN})
+
+    monkeypatch.setattr(compiler_flags.subprocess, 'run', run)
+    compiler_flags._try_flags.cache_clear()
+    monkeypatch.setenv('XLA_FLAGS', '')
+    check_flags('tpu')
+    monkeypatch.setenv('XLA_FLAGS', '--xla_x=1')
+    check_flags('cpu')
+    assert not started
+    for _ in range(2):
+        with pytest.raises(ValueError, match='--xla_x=1 in XLA_FLAGS'):
+            check_flags('tpu')
+    assert started == ['v5e:2x2']
+    compiler_flags._try_flags.cache_clear()
+
+
+def attend(x):
+    return jax.nn.dot_product_attention(x, x, x, implementation='cudnn')
+
+
+def test_described_gpus_have_cudnn(monkeypatch):
+    """jax asks this machine for its cuDNN, and only programs for described GPUs are not asked."""
+    asked = []
+    monkeypatch.setattr(kernels, 'check_cudnn_version', lambda: asked.append(1) or 91300)
+    for kind, rows, expected in (('NVIDIA H100 80GB HBM3', 2, 0), ('cpu', 4, 1)):
+        heads = jax.ShapeDtypeStruct((rows, 128, 4, 64), jnp.bfloat16)  # jax keeps what it traced
+        mesh = SimpleNamespace(abstract_device=SimpleNamespace(device_kind=kind))
+        with described_cudnn(mesh):
+            assert 'dot_product_attention' in str(jax.make_jaxpr(attend)(heads))
+        assert len(asked) == expected, kind
+
+
+def test_the_process_of_a_test_counts(monkeypatch):
+    assert this_process() == jax.process_index() == 0
+    monkeypatch.setattr(xla_bridge, 'process_index', lambda *_: 3)
+    assert this_process() == 3
+
+
+def test_the_programs_of_a_function_are_counted():
+    add = jax.jit(lambda x: x + 1)
+    sizes = [num_cached(add)]
+    for x in (jnp.ones(2), jnp.zeros(2), jnp.ones(3)):
+        add(x)
+        sizes.append(num_cached(add))
+    assert sizes == [0, 1, 1, 2]

@@ -64,32 +64,6 @@ def test_with_sharding_constraint_lays_out_by_spec(axis_type):
         assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
 
 
-@MESHES
-def test_constrain_inside_an_abstract_mesh(axis_type):
-    """The jitted function enters the mesh itself, as partitioned functions do."""
-    mesh = mesh_of(axis_type)
-
-    @jax.jit
-    def fn(x):
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return constrain(x, ('batch', 'embed'), RULES)
-
-    y = fn(jax.device_put(X, NamedSharding(mesh, P())))
-    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P('data', 'model')), 2)
-
-
-@MESHES
-def test_constrain_is_differentiable(axis_type):
-    mesh = mesh_of(axis_type)
-
-    def loss(x):
-        return (constrain(x, ('batch', 'embed'), RULES) ** 2).sum()
-
-    with jax.set_mesh(mesh):
-        grads = jax.jit(jax.grad(loss))(X)
-    np.testing.assert_allclose(grads, 2 * X)
-
-
 def test_constrain_uses_the_rules_of_the_context():
     mesh = mesh_of(AxisType.Auto)
     fn = jax.jit(lambda x: constrain(x, ('batch', 'embed')))

@@ -102,42 +102,6 @@ def rows(*shape):
     return np.ones(shape, 'float32')
 
 
-def test_compilations_before_the_first_call(partitioner):
-    function = partitioner.partition(scaled, P('data'), P('data'))
-    with pytest.raises(ValueError, match=r'scaled.* 0 times.*call it'):
-        check_compiled_once(function)
-    function.lower(rows(8, 4)).compile()  # compiling ahead of time counts too
-    check_compiled_once(function)
-    function(rows(8, 4))
-    check_compiled_once(function)
-
-
-ONE, TWO = (P('data'),), (P('data'), None)
-
-
-@pytest.mark.parametrize(
-    'resources, calls, cause',
-    [
-        (ONE, [((rows(8, 4),), {}), ((2 * rows(8, 4),), {})], None),
-        (ONE, [((rows(8, 4),), {}), ((rows(16, 4),), {})], r'x .*\[8, 4\].*\[16, 4\]'),
-        (ONE, [((rows(8, 4),), {}), ((rows(8, 4).astype('int32'),), {})], 'x .*float32.*int32'),
-        (ONE, [((rows(8, 4),), {'scale': 2.0}), ((rows(8, 4),), {'scale': 3.0})], None),
-        (TWO, [((rows(8, 4), 2.0), {}), ((), {'scale': 3.0, 'x': rows(8, 4)})], None),
-        (ONE, [((rows(8, 4),), {}), ((rows(8, 4),), {'scale': 3.0})], 'scale .*now given'),
-    ],
-    ids=['values', 'shapes', 'dtypes', 'keywords', 'position and keyword', 'one default'],
-)
-def test_compilations(partitioner, resources, calls, cause):
-    function = partitioner.partition(scaled, resources, P('data'))
-    for args, kwargs in calls:
-        function(*args, **kwargs)
-    if cause is None:
-        check_compiled_once(function)
-    else:
-        with pytest.raises(ValueError, match=f'scaled .*2 times.* {cause}'):
-            check_compiled_once(function)
-
-
 def test_a_layout_written_in_two_ways_is_compiled_once(partitioner, caplog):
     function = partitioner.partition(scaled, P('data'), P('data'))
     with jax.log_compiles():

@@ -1,17 +1,13 @@
 """Layouts of any assignment of devices to processes, against the oracle; and the oracle itself."""
 
-import dataclasses
 import math
 
-import layout_oracle
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from jax.sharding import NamedSharding
 from layout_oracle import check_chunks, check_rows
 from mock_devices import mesh_of_processes
 
-from partitioning import LocalChunker, LocalChunkInfo
 from partitioning.layout import data_layout
 
 pytestmark = pytest.mark.core
@@ -85,83 +81,3 @@ def test_one_replica_writes_a_replicated_array():
     assert check_chunks(SHARED, ('data', None), (4, 3)) == {0: 6, 1: 0, 2: 6, 3: 0}
     assert check_chunks(SHARED, (None, None), (4, 3)) == {0: 12, 1: 0, 2: 0, 3: 0}
     assert check_chunks(SHARED, (), ()) == {0: 1, 1: 0, 2: 0, 3: 0}
-
-
-@pytest.mark.parametrize(
-    'mesh, name, change',
-    [
-        (STRIDED, 'row_indices', lambda rows: rows[:-1]),
-        (STRIDED, 'row_indices', lambda rows: (*rows, 7)),
-        (STRIDED, 'row_indices', lambda rows: rows[::-1]),
-        (STRIDED, 'row_indices', lambda rows: (4, 5, 6, 7)),  # contiguous, as T5X assumes
-        (STRIDED, 'shard_id', lambda _: 0),
-        (STRIDED, 'num_shards', lambda _: 4),
-        (STRIDED, 'batch_size', lambda _: 16),
-        (STRIDED, 'is_even', lambda _: False),
-        (IN_A_RING, 'is_even', lambda _: True),
-        (STRIDED, 'is_first_host_in_replica_set', lambda _: False),
-        (SHARED, 'is_first_host_in_replica_set', lambda _: True),
-    ],
-)
-def test_the_oracle_rejects_wrong_rows(mesh, name, change, monkeypatch):
-    def wrong(mesh, axes, batch_size, process):
-        layout = data_layout(mesh, axes, batch_size, process)
-        if process != 1:
-            return layout
-        return dataclasses.replace(layout, **{name: change(getattr(layout, name))})
-
-    check_rows(mesh, 'data', 8)
-    monkeypatch.setattr(layout_oracle, 'data_layout', wrong)
-    with pytest.raises(AssertionError, match=r'process 1 of \(4, 2\)'):
-        check_rows(mesh, 'data', 8)
-
-
-def all_write(chunks):
-    return tuple(LocalChunkInfo(chunk.slice, 0) for chunk in chunks)
-
-
-def nobody_writes(chunks):
-    return tuple(LocalChunkInfo(chunk.slice, chunk.replica_id + 1) for chunk in chunks)
-
-
-@pytest.mark.parametrize(
-    'mesh, change, message',
-    [
-        (STRIDED, lambda chunks: chunks[1:], 'process 0'),
-        (STRIDED, lambda chunks: (), 'process 0'),
-        (SHARED, all_write, r'\[2\] times'),
-        (SHARED, nobody_writes, r'\[0\] times'),
-    ],
-)
-def test_the_oracle_rejects_wrong_chunks(mesh, change, message, monkeypatch):
-    get_local_chunks = LocalChunker.get_local_chunks
-    check_chunks(mesh, ('data',), (4,))
-    monkeypatch.setattr(
-        LocalChunker, 'get_local_chunks', lambda *args: change(get_local_chunks(*args))
-    )
-    with pytest.raises(AssertionError, match=message):
-        check_chunks(mesh, ('data',), (4,))
-
-
-def test_the_oracle_rejects_chunks_of_another_process(monkeypatch):
-    """If two processes swap their chunks, every element is still written once."""
-
-    class Swapped(LocalChunker):
-        def __init__(self, mesh, process_index):
-            super().__init__(mesh, {0: 1, 1: 0}[process_index])
-
-    monkeypatch.setattr(layout_oracle, 'LocalChunker', Swapped)
-    with pytest.raises(AssertionError, match='process 0'):
-        check_chunks(STRIDED, ('data',), (4,))
-
-
-def test_the_oracle_compares_its_two_sources(monkeypatch):
-    right = NamedSharding.devices_indices_map
-
-    def wrong(self, shape):
-        index_map = right(self, shape)
-        return dict(zip(index_map, [*index_map.values()][::-1], strict=True))
-
-    monkeypatch.setattr(NamedSharding, 'devices_indices_map', wrong)
-    with pytest.raises(AssertionError, match='the two sources differ'):
-        check_rows(STRIDED, 'data', 8)

@@ -224,25 +224,3 @@ def test_plans_within_plans():
         assert has_spec(jax.jit(apply)(variables, X), P('model'))
     assert jaxpr.count('sharding_constraint') == 2
     model.apply(variables, X)  # no interceptor is left behind
-
-
-def test_each_process_reads_its_rows_of_an_output():
-    """The output is a global array in the program; `to_local` inverts `to_global`."""
-    model, variables = Mlp(), variables_of(Mlp())
-    plan = ShardingPlan({}, {'fc2': P('data')}, return_local_tensor=['fc2'])
-    partitioner = PjitPartitioner(mesh=MESH, logical_axis_rules=[('batch', 'data')])
-
-    @jax.jit
-    def apply(variables, x):
-        with constrain_outputs(plan):
-            out = model.apply(variables, x)
-        assert out.shape == (8, 16), 'the program sees all rows'
-        return out
-
-    rows = X[np.asarray(partitioner.get_data_layout(8).row_indices)]
-    with jax.set_mesh(MESH):
-        out = apply(variables, partitioner.to_global(rows, 8))
-    assert out.shape == (8, 16)
-    assert {s.data.shape for s in out.addressable_shards} == {(2, 16)}
-    expected = expected_of(model)[np.asarray(partitioner.get_data_layout(8).row_indices)]
-    np.testing.assert_allclose(partitioner.to_local(out), expected, rtol=1e-4, atol=1e-4)

@@ -1,7 +1,6 @@
 """A partitioner: its mesh, its rules, data over the mesh, and states moved onto it."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
@@ -112,18 +111,6 @@ def test_a_batch_rule_for_an_absent_axis():
         partitioner.data_partition_spec  # noqa: B018
 
 
-def test_local_chunk_info():
-    info = PjitPartitioner(2).get_local_chunk_info((8, 4), ('data', 'model'))
-    assert info.slice == (slice(0, 8), slice(0, 4)) and info.replica_id == 0
-
-
-def test_params_on_devices():
-    partitioner = PjitPartitioner(2, params_on_devices=False)
-    assert not partitioner.params_on_devices
-    partitioner.params_on_devices = True
-    assert partitioner.params_on_devices
-
-
 def test_move_params_to_devices():
     partitioner = PjitPartitioner(num_partitions=2)
     state = {'w': np.arange(32.0).reshape(8, 4), 'b': np.arange(4.0), 'step': np.int32(7)}
@@ -133,34 +120,6 @@ def test_move_params_to_devices():
         np.testing.assert_array_equal(array, state[name])
         sharding = NamedSharding(partitioner.mesh, axes[name] or P())
         assert array.sharding.is_equivalent_to(sharding, array.ndim)
-
-
-def test_one_step_of_data_parallel_descent():
-    """Slope and intercept of a line: the mean of the gradients of two workers."""
-    xs, ys = [], []
-    for seed in (123, 456):
-        generator = np.random.RandomState(seed)
-        x, e = generator.randn(1000), generator.randn(1000)
-        xs.append(x)
-        ys.append(3 * x + 2 + e)
-
-    def loss(params, x, y):
-        return jnp.mean((params['w'] * x + params['b'] - y) ** 2)
-
-    def step(params, x, y):
-        grads = jax.grad(loss)(params, x, y)
-        return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
-
-    x, y = (np.concatenate(a).astype(np.float32) for a in (xs, ys))
-    for num_partitions in (1, 2, 8):
-        partitioner = PjitPartitioner(num_partitions=num_partitions)
-        rows = partitioner.data_partition_spec
-        params = partitioner.partition(step, (None, rows, rows), None)(
-            {'w': np.float32(5), 'b': np.float32(0)}, x, y
-        )
-        np.testing.assert_allclose(params['b'], 0.0411517, rtol=1e-5)
-        slope = 5 - 0.01 * (4.231471367403939 + 3.890762517830649) / 2
-        np.testing.assert_allclose(params['w'], slope, rtol=1e-5)
 
 
 def test_the_base_class_is_abstract():

@@ -16,7 +16,6 @@ from partitioning import (
     PjitPartitioner,
     constrain,
     unbox,
-    with_sharding_constraint,
 )
 from partitioning.rules import PaddedSpec
 
@@ -223,11 +222,3 @@ def test_constrain_raises_an_error_by_default(names, message):
     fn = partitioner_of(WIDE).partition(lambda x: constrain(x, names), None, None)
     with pytest.raises(ValueError, match=message):
         fn(np.ones((8, 6), np.float32))
-
-
-def test_a_padded_spec_constrains_to_its_inside():
-    """A step lays out gradients like this, by the specs of its parameters."""
-    partitioner = partitioner_of(WIDE, 'pad')
-    spec = partitioner.get_mesh_axes({'w': box((8, 6), 'rows', 'width')})['w']
-    lay_out = lambda x: with_sharding_constraint(x, spec)  # noqa: E731
-    assert_laid_out_inside(partitioner, INSIDE['pad'], lay_out)

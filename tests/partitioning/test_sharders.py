@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from planned_models import MESH, MODELS, OF_MODELS, ByData, NnxMlp, Returns, held, params, resolve
+from planned_models import MESH, MODELS, OF_MODELS, ByData, NnxMlp, Returns, held, resolve
 
 from partitioning import PjitPartitioner, create_mesh
 from partitioning.compat.pytorch import ShardingPlan, place, shard_module
@@ -37,27 +37,6 @@ def test_a_sharder_of_one_parameter():
     resolved = resolve({'fc1/kernel': ByData()})
     assert resolved['fc1/kernel'].spec == P('data', None)
     assert resolved['fc1/bias'].spec == P(None)
-
-
-def test_a_sharder_may_return_another_structure():
-    def halves(module, mesh):
-        kernel = module['kernel']
-        parts = {'left': kernel[:, :32], 'right': kernel[:, 32:]}
-        return {'kernels': [place(parts, mesh, P('data'))], 'bias': module['bias']}
-
-    given = params()
-    placed = shard_module(given, ShardingPlan({'fc1': Returns(halves)}), MESH)
-    specs = {path: x.sharding.spec for path, x in held(placed).items()}
-    assert specs == {
-        'fc1/bias': P(None),
-        'fc1/kernels/0/left': P('data', None),
-        'fc1/kernels/0/right': P('data', None),
-        'fc2/bias': P(None),
-        'fc2/kernel': P(None, None),
-    }
-    np.testing.assert_array_equal(
-        placed['fc1']['kernels'][0]['right'], given['fc1']['kernel'][:, 32:]
-    )
 
 
 def test_a_sharder_may_return_another_nnx_module():

@@ -1,14 +1,11 @@
-"""PyTorch's sharding specs, the shards they cut, and the PartitionSpecs that cut the same ones."""
+"""PyTorch's sharding specs: the PartitionSpecs that cut the same shards, and what is refused."""
 
-import collections
-import itertools
 import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
-from shard_cuts import CUBE, MESH, cuts
+from shard_cuts import CUBE, MESH, places
 
 from partitioning import PaddedSpec
 from partitioning.compat.pytorch import (
@@ -19,7 +16,6 @@ from partitioning.compat.pytorch import (
     ShardMetadata,
     check_tensor,
     get_chunk_sharding_params,
-    get_chunked_dim_size,
     get_split_size,
     infer_partition_spec,
     infer_sharding_spec,
@@ -29,75 +25,7 @@ from partitioning.compat.pytorch import (
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 
-def assert_one_tensor(shards, shape):
-    """Each element is in exactly one shard."""
-    held = np.zeros(shape, int)
-    for shard in shards:
-        assert held[shard.index].shape == shard.shard_sizes
-        held[shard.index] += 1
-    assert (held == 1).all()
-
-
-def places(shards):
-    return {(s.shard_offsets, s.shard_sizes) for s in shards}
-
-
 # Ways to cut.
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 40), st.integers(1, 12))
-def test_chunks_are_those_of_torch(size, chunks):
-    """Element i of a dimension is in chunk i // ceil(size / chunks)."""
-    split = math.ceil(size / chunks)
-    owners = collections.Counter(i // split for i in range(size)) if size else {}
-    sizes = [owners.get(chunk, 0) for chunk in range(chunks)]
-    assert get_split_size(size, chunks) == split
-    assert [get_chunked_dim_size(size, split, i) for i in range(chunks)] == sizes
-    spec = ChunkShardingSpec(-1, range(chunks))
-    shards = spec.build_metadata((3, size))
-    assert [s.shard_sizes for s in shards] == [(3, n) for n in sizes]
-    parts = [get_chunk_sharding_params(size, chunks, spec, rank) for rank in range(chunks)]
-    assert parts == [(s.shard_offsets[1], s.shard_sizes[1]) for s in shards]
-    assert_one_tensor(shards, (3, size))
-
-
-@settings(max_examples=80, deadline=None)
-@given(cuts(), st.data())
-def test_any_cut_makes_a_tensor_until_a_shard_changes(cut, data):
-    """A shard that is left out, repeated or grown is found."""
-    shape, shards = cut
-    assert_one_tensor(shards, shape)
-    check_tensor(shards, shape)
-    assert EnumerableShardingSpec(shards).build_metadata(shape) == tuple(shards)
-    again = infer_sharding_spec(shards).build_metadata(shape)
-    assert sorted(places(again)) == sorted(places(shards))
-
-    victim = data.draw(st.sampled_from([s for s in shards if s.num_elements]))
-    rest = [s for s in shards if s is not victim]
-    dim = data.draw(st.integers(0, len(shape) - 1))
-    sizes = [n + (d == dim) for d, n in enumerate(victim.shard_sizes)]
-    grown = ShardMetadata(victim.shard_offsets, sizes)
-    for wrong in rest, [*shards, victim], [*rest, grown]:
-        with pytest.raises(ValueError, match=r'overlap|exceeds tensor dim|does not match|Empty'):
-            check_tensor(wrong, shape)
-
-
-def test_overlaps_of_every_pair_of_small_boxes():
-    boxes = [
-        ShardMetadata(offsets, sizes)
-        for offsets in itertools.product((0, 1, 2), repeat=2)
-        for sizes in itertools.product((0, 1, 2), repeat=2)
-    ]
-    for first, second in itertools.combinations_with_replacement(boxes, 2):
-        held = np.zeros((4, 4), int)
-        held[first.index] += 1
-        held[second.index] += 1
-        if held.max() > 1:
-            with pytest.raises(ValueError, match='overlap'):
-                validate_non_overlapping_shards_metadata([first, second])
-        else:
-            validate_non_overlapping_shards_metadata([first, second])
 
 
 def test_the_overlap_among_many_shards():
@@ -119,19 +47,6 @@ def test_shards_are_values():
     grids = [GridShardingSpec((4, 4), [0, 1]), GridShardingSpec([4, 4], (0, 1))]
     for first, second in specs, grids:
         assert first == second and hash(first) == hash(second)
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.integers(1, 3), st.data())
-def test_chunks_are_inferred_from_shards_in_any_order(rank, data):
-    shape = tuple(data.draw(st.integers(2, 12)) for _ in range(rank))
-    dim, number = data.draw(st.integers(0, rank - 1)), data.draw(st.integers(2, 6))
-    spec = ChunkShardingSpec(dim, data.draw(st.permutations(range(number))))
-    shards = spec.build_metadata(shape)
-    inferred = infer_sharding_spec(data.draw(st.permutations(shards)))
-    assert isinstance(inferred, ChunkShardingSpec)
-    again = inferred.build_metadata(shape)
-    assert {s for s in again if s.num_elements} == {s for s in shards if s.num_elements}
 
 
 def test_empty_chunks_are_inferred():
@@ -252,3 +167,103 @@ def test_specs_take_the_mesh_axis_with_as_many_devices_as_chunks():
     assert GridShardingSpec((2, 4), range(8)).to_partition_spec(MESH, (8, 8)) == P('data', 'model')
     ranks = [f'rank:{i}/cuda:{i % 8}' for i in range(12)]  # as text, 10 comes before 2
     assert ChunkShardingSpec(0, ranks).to_partition_spec({'data': 12}, (24,)) == P('data')
+
+
+CHUNKS = ChunkShardingSpec(0, range(4))
+NO_PARTITION_SPEC = {
+    'no axis of that size': (
+        ChunkShardingSpec(0, range(3)),
+        MESH,
+        r'data 4 x model 2.*\(3, 1\) parts.*PartitionSpec',
+    ),
+    'two axes of that size': (
+        ChunkShardingSpec(0, range(2)),
+        {'a': 2, 'b': 2},
+        '2 parts.*a or b.*a 2 x b 2.*PartitionSpec',
+    ),
+    'chunks in another order': (
+        ChunkShardingSpec(0, [3, 2, 1, 0]),
+        MESH,
+        r'\[3, 2, 1, 0\].*order of their ranks',
+    ),
+    'blocks in another order': (
+        GridShardingSpec((2, 4), [7, 6, 5, 4, 3, 2, 1, 0]),
+        MESH,
+        'order of their ranks',
+    ),
+    'no such dimension': (
+        ChunkShardingSpec(2, range(4)),
+        MESH,
+        r'Invalid sharding dim: 2.*\(8, 8\)',
+    ),
+    'blocks that do not divide': (
+        GridShardingSpec(3, range(8)),
+        MESH,
+        r'blocks of \(3, 3\).*\(8, 8\)',
+    ),
+    'too few blocks': (GridShardingSpec(4, range(8)), MESH, r'\(8, 8\).* 4 blocks.* 8 placements'),
+    'blocks of another rank': (GridShardingSpec((4,), range(4)), MESH, r'grid_size=\(4,\).*\(8, 8'),
+    'blocks of size 0': (GridShardingSpec(0, range(4)), MESH, 'grid_size=0.*>= 1'),
+    'blocks that no axes make': (GridShardingSpec(2, range(16)), {'x': 16}, r'x 16.*\(4, 4\)'),
+    'shards of two sizes': (
+        EnumerableShardingSpec([ShardMetadata([0, 0], [5, 8]), ShardMetadata([5, 0], [3, 8])]),
+        MESH,
+        r'\(3, 8\) and \(5, 8\).*array_from_shards',
+    ),
+    'shards of another tensor': (
+        EnumerableShardingSpec([ShardMetadata([0, 0], [4, 8])]),
+        MESH,
+        'volume 64',
+    ),
+}
+
+
+@pytest.mark.parametrize('name', NO_PARTITION_SPEC)
+def test_no_partition_spec(name):
+    spec, mesh, message = NO_PARTITION_SPEC[name]
+    with pytest.raises(ValueError, match=message):
+        spec.to_partition_spec(mesh, (8, 8))
+
+
+@pytest.mark.parametrize(
+    ('pairs', 'message'),
+    [
+        ([], 'Empty shard list'),
+        ([([0], [4]), ([3], [4])], 'overlap'),
+        ([([1], [4])], 'missing'),
+        ([([0], [4]), ([0, 0], [4, 4])], 'inconsistent ranks'),
+        ([([0, 0], [2, 2]), ([2, 2], [2, 2])], 'missing'),
+    ],
+)
+@pytest.mark.parametrize('infer', [infer_sharding_spec, lambda s: infer_partition_spec(s, MESH)])
+def test_shards_that_do_not_make_a_tensor(infer, pairs, message):
+    with pytest.raises(ValueError, match=message):
+        infer([ShardMetadata(offsets, sizes) for offsets, sizes in pairs])
+
+
+MISUSE = {
+    'half an element': (lambda: ShardMetadata([0.5], [1]), r'shard_offsets.*0\.5'),
+    'a boolean as size': (lambda: ShardMetadata([0], [True]), 'shard_sizes.*True'),
+    'an offset as text': (lambda: ShardMetadata(['0'], [1]), "shard_offsets.*'0'"),
+    'an offset, not a tuple': (lambda: ShardMetadata(0, 1), 'shard_offsets=0'),
+    'no placements': (lambda: ChunkShardingSpec(0, []), r'placements \[\]'),
+    'two chunks in one place': (lambda: ChunkShardingSpec(0, [1, 1]), r'placements \[1, 1\]'),
+    'two blocks in one place': (lambda: GridShardingSpec(4, [0, 0, 1]), r'placements \[0, 0, 1\]'),
+    'placements as text': (lambda: ChunkShardingSpec(0, '01'), "placements='01'"),
+    'a number of chunks': (lambda: ChunkShardingSpec(0, 4), 'placements=4'),
+    'ranks of two kinds': (
+        lambda: ChunkShardingSpec(0, [0, 'one', 2, 3]).to_partition_spec(MESH, (8,)),
+        "placements.*'one'.*kind",
+    ),
+    'shards as tuples': (lambda: EnumerableShardingSpec([([0], [4])]), 'ShardMetadata'),
+    'zero chunks': (lambda: get_split_size(4, 0), 'chunks=0.*>= 1'),
+    'a rank without a chunk': (lambda: get_chunk_sharding_params(8, 4, CHUNKS, 4), 'rank 4'),
+    'too few chunks': (lambda: get_chunk_sharding_params(8, 2, CHUNKS, 3), '2 chunks.*4 placement'),
+}
+
+
+@pytest.mark.parametrize('name', MISUSE)
+def test_misuse(name):
+    call, message = MISUSE[name]
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -146,17 +146,6 @@ def test_protoscribe():
     assert partitioner.logical_axis_rules[-2:] == (('glyph', 'model'), ('stroke', None))
 
 
-# airio: the rows of a host.
-
-
-def test_airio():
-    partitioner = PjitPartitioner(num_partitions=4)
-    layout = partitioner.get_data_layout(16)
-    assert (layout.batch_size, layout.shard_id, layout.num_shards) == (16, 0, 1)
-    assert layout.is_first_host_in_replica_set
-    assert partitioner.data_partition_spec == P('data') and partitioner.data_mesh_size == 2
-
-
 # prompt-tuning and t5x_retrieval: rules of their own after, and chained through, T5X's.
 
 

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
 from partitioning import create_mesh
@@ -61,38 +62,17 @@ def test_A4_blanks_are_removed():
     assert config == PartitionerConfig(partition_list=[1, 4, 1])
 
 
-@pytest.mark.parametrize(
-    'size, num, sizes',
-    [
-        (10, 3, [4, 3, 3]),
-        (11, 4, [3, 3, 3, 2]),
-        (13, 4, [4, 3, 3, 3]),
-        (5, 4, [2, 1, 1, 1]),
-        (16, 3, [6, 5, 5]),
-        (10000, 3, [3334, 3333, 3333]),
-        (21, 4, [6, 5, 5, 5]),
-    ],
-)
-def test_A5_dense_gradients(size, num, sizes):
+@given(st.integers(1, 300), st.data())
+@settings(deadline=None)
+def test_A5_A6_dense_and_sparse_gradients_are_cut_as_numpy_cuts(size, data):
+    num = data.draw(st.integers(1, size))
+    parts = np.array_split(np.arange(size), num)
+    sizes = [len(part) for part in parts]
     assert list(split_sizes(size, num)) == sizes
     assert [*split_offsets(size, num), size] == [0, *np.cumsum(sizes)]
-
-
-@pytest.mark.parametrize(
-    'size, num, shards, local',
-    [
-        (10, 3, [0, 0, 0, 0, 1, 1, 1, 2, 2, 2], [0, 1, 2, 3, 0, 1, 2, 0, 1, 2]),
-        (
-            13,
-            4,
-            [0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3],
-            [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 0, 1, 2],
-        ),
-    ],
-)
-def test_A6_sparse_gradients(size, num, shards, local):
-    found_shards, found_local = split_rows(np.arange(size), size, num)
-    assert found_shards.tolist() == shards and found_local.tolist() == local
+    shards, local = split_rows(np.arange(size), size, num)
+    assert shards.tolist() == [i for i, part in enumerate(parts) for _ in part]
+    assert local.tolist() == [k for part in parts for k in range(len(part))]
 
 
 def test_A6_sparse_gradients_along_columns():

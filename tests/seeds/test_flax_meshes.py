@@ -11,7 +11,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from partitioning import (
     LogicallyPartitioned,
     Partitioned,
-    constrain,
     create_mesh,
     global_mesh_defined,
     unbox,
@@ -22,7 +21,6 @@ from partitioning import (
 pytestmark = pytest.mark.core
 
 N = nn.PARTITION_NAME
-UNC = P.UNCONSTRAINED
 ON_BOTH = pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit])
 
 
@@ -128,18 +126,6 @@ def test_B9_the_deprecated_mesh_context():
     assert len(laid_out.sharding.device_set) == 1
 
 
-@pytest.mark.parametrize(
-    'types', [(AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)]
-)
-def test_B9_axes_of_both_types(types):
-    mesh = create_mesh((4, 2), ('x', 'y'), axis_types=types)
-    with jax.set_mesh(mesh):
-        y = jax.jit(lambda p: p.unbox())(of_xy())
-        assert y.sharding.is_equivalent_to(NamedSharding(mesh, P('x', 'y')), 2)
-        y = jax.jit(lambda y: constrain(y, ('a', None), [('a', 'x')]))(y)
-    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P('x')), 2)
-
-
 @ON_BOTH
 def test_B9_the_mesh_of_a_box(axis_type):
     mesh = mesh_of(axis_type)
@@ -152,17 +138,6 @@ def test_B9_the_mesh_of_a_box(axis_type):
         pytest.raises(ValueError, match=r'x 4 x y 2.*x 2 x y 4'),
     ):
         jax.jit(lambda p: p.unbox())(p)
-
-
-@ON_BOTH
-def test_B9_constrain_follows_the_mesh(axis_type):
-    x = jnp.zeros((8, 4))
-    rules = [('rows', 'x'), ('columns', 'y')]
-    assert constrain(x, ('rows', 'columns'), rules) is x
-    mesh = mesh_of(axis_type)
-    with jax.set_mesh(mesh):
-        y = jax.jit(lambda x: constrain(x, ('rows', 'columns'), rules))(x)
-    assert y.sharding == NamedSharding(mesh, P('x', 'y'))
 
 
 # The example in the docstring of flax.

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from mock_devices import mesh_of_processes
 
@@ -102,17 +101,6 @@ def test_C4_unknown_modules_and_parameters(four):
         ValueError, match=r"parameter or module 'fc3.weight'.*fc1/weight.*fc2/weight"
     ):
         ShardingPlan({'fc3.weight': P()}).resolve(arrays(TWO_LAYERS), four)
-
-
-def test_C4_unknown_modules_of_outputs(four):
-    plan = ShardingPlan({}, output_plan={'fc3': P('model')})
-    model, x = Mlp(), np.ones((4, 16), 'float32')
-    message = "output_plan names 'fc3', but no such module was called.*Did you mean 'fc.'.*'fc1'"
-    with jax.set_mesh(four), pytest.raises(ValueError, match=message), constrain_outputs(plan):
-        jax.eval_shape(model.init, KEY, x)
-    message = r"output_plan names 'fc3', but the model has no such module.*It has .*'tables/0'"
-    with pytest.raises(ValueError, match=message):
-        shard_module(Bags(nnx.Rngs(0)), plan, four)
 
 
 class RowsOrColumns(Sharder):
@@ -226,31 +214,6 @@ def test_C8_a_sharder_of_ten_tables(four):
     assert placed['bags']['bag_9'].addressable_shards[0].data.shape == (12, 2)
     out = jax.jit(lambda t, ids: bags_of([*t['bags'].values()], ids))(placed, ids)
     np.testing.assert_allclose(out, bags_of([*tables['bags'].values()], ids), rtol=1e-6)
-
-
-class Bags(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.tables = nnx.List([nnx.Embed(12, 8, rngs=rngs) for _ in range(10)])
-
-    def __call__(self, ids):
-        return bags_of([table.embedding[...] for table in self.tables], ids)
-
-
-class RowsOrColumnsOfModule(Sharder):
-    def shard(self, module, mesh):
-        for i, table in enumerate(module):
-            spec = P('model') if i < mesh.size // 2 else P(None, 'model')
-            table.embedding = place(table.embedding, mesh, spec)
-        return module
-
-
-def test_C8_a_sharder_of_an_nnx_module(four):
-    model, ids = Bags(nnx.Rngs(0)), np.arange(8).reshape(2, 4)
-    expected = model(ids)
-    placed = shard_module(model, ShardingPlan({'tables': RowsOrColumnsOfModule()}), four)
-    held = [table.embedding[...].sharding.spec for table in placed.tables]
-    assert held == [P('model', None)] * 2 + [P(None, 'model')] * 8
-    np.testing.assert_allclose(nnx.jit(lambda m, ids: m(ids))(placed, ids), expected, rtol=1e-6)
 
 
 def test_C8_a_module_that_the_sharder_refuses(four):

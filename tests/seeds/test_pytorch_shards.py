@@ -1,9 +1,15 @@
 """How PyTorch cuts tensors into shards: behaviours C9 to C16 of the seeds."""
 
+import collections
+import itertools
+import math
+
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
+from shard_cuts import cuts, places
 
 from partitioning import create_mesh
 from partitioning.compat.pytorch import (
@@ -11,6 +17,7 @@ from partitioning.compat.pytorch import (
     EnumerableShardingSpec,
     GridShardingSpec,
     ShardMetadata,
+    check_tensor,
     get_chunk_sharding_params,
     get_chunked_dim_size,
     get_split_size,
@@ -22,23 +29,30 @@ from partitioning.compat.pytorch import (
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 
-def test_C9_sizes_of_chunks():
-    given = {(11, 4): 3, (12, 4): 3, (13, 4): 4, (5, 4): 2, (11, 1): 11, (11, 11): 1}
-    assert {args: get_split_size(*args) for args in given} == given
-    given = {(11, 3, 0): 3, (11, 3, 3): 2, (13, 4, 0): 4, (13, 4, 3): 1, (5, 2, 3): 0}
-    assert {args: get_chunked_dim_size(*args) for args in given} == given
+def assert_one_tensor(shards, shape):
+    """Each element is in exactly one shard."""
+    held = np.zeros(shape, int)
+    for shard in shards:
+        assert held[shard.index].shape == shard.shard_sizes
+        held[shard.index] += 1
+    assert (held == 1).all()
 
 
-@pytest.mark.parametrize(
-    ('size', 'chunks', 'expected'),
-    [(10, 3, [4, 4, 2]), (13, 4, [4, 4, 4, 1]), (5, 4, [2, 2, 1, 0])],
-)
-def test_C9_chunks_of_a_dimension(size, chunks, expected):
-    shards = ChunkShardingSpec(0, range(chunks)).build_metadata((size, 3))
-    assert [s.shard_sizes for s in shards] == [(n, 3) for n in expected]
-    starts = [min(sum(expected[:i]), size) for i in range(chunks)]
-    assert [s.shard_offsets for s in shards] == [(n, 0) for n in starts]
-    assert [s.placement for s in shards] == [*range(chunks)]
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 40), st.integers(1, 12))
+def test_C9_C10_chunks_are_those_of_torch(size, chunks):
+    """Element i of a dimension is in chunk i // ceil(size / chunks)."""
+    split = math.ceil(size / chunks)
+    owners = collections.Counter(i // split for i in range(size)) if size else {}
+    sizes = [owners.get(chunk, 0) for chunk in range(chunks)]
+    assert get_split_size(size, chunks) == split
+    assert [get_chunked_dim_size(size, split, i) for i in range(chunks)] == sizes
+    spec = ChunkShardingSpec(-1, range(chunks))
+    shards = spec.build_metadata((3, size))
+    assert [s.shard_sizes for s in shards] == [(3, n) for n in sizes]
+    parts = [get_chunk_sharding_params(size, chunks, spec, rank) for rank in range(chunks)]
+    assert parts == [(s.shard_offsets[1], s.shard_sizes[1]) for s in shards]
+    assert_one_tensor(shards, (3, size))
 
 
 @pytest.mark.parametrize('text', ['{}', 'rank:{}/cuda:{}'])
@@ -73,23 +87,25 @@ def shards(*pairs):
 ROWS = shards(([0, 0], [5, 5]), ([5, 0], [5, 5]))
 
 
-@pytest.mark.parametrize(
-    ('shape', 'blocks'),
-    [
-        ((10, 5), ROWS),
-        ((6, 6), shards(*(([r, c], [3, 3]) for r in (0, 3) for c in (0, 3)))),
-        (
-            (6, 6),
-            shards(([0, 0], [2, 4]), ([0, 4], [4, 2]), ([2, 0], [4, 4]), ([4, 4], [2, 2])),
-        ),
-    ],
-)
-def test_C12_shards_that_make_a_tensor(shape, blocks):
-    assert EnumerableShardingSpec(blocks).build_metadata(shape) == tuple(blocks)
-    held = np.zeros(shape, int)
-    for shard in blocks:
-        held[shard.index] += 1
-    assert (held == 1).all()
+@settings(max_examples=80, deadline=None)
+@given(cuts(), st.data())
+def test_C12_C13_any_cut_makes_a_tensor_until_a_shard_changes(cut, data):
+    """A shard that is left out, repeated or grown is found."""
+    shape, shards = cut
+    assert_one_tensor(shards, shape)
+    check_tensor(shards, shape)
+    assert EnumerableShardingSpec(shards).build_metadata(shape) == tuple(shards)
+    again = infer_sharding_spec(shards).build_metadata(shape)
+    assert sorted(places(again)) == sorted(places(shards))
+
+    victim = data.draw(st.sampled_from([s for s in shards if s.num_elements]))
+    rest = [s for s in shards if s is not victim]
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    sizes = [n + (d == dim) for d, n in enumerate(victim.shard_sizes)]
+    grown = ShardMetadata(victim.shard_offsets, sizes)
+    for wrong in rest, [*shards, victim], [*rest, grown]:
+        with pytest.raises(ValueError, match=r'overlap|exceeds tensor dim|does not match|Empty'):
+            check_tensor(wrong, shape)
 
 
 def test_C13_offsets_and_sizes_that_are_refused():
@@ -129,35 +145,34 @@ def test_C13_shards_of_another_tensor(blocks, shape, message):
         EnumerableShardingSpec(blocks).build_metadata(shape)
 
 
-def test_C14_shards_side_by_side():
-    validate_non_overlapping_shards_metadata(shards(([5, 0, 5], [5] * 3), ([5, 5, 5], [5] * 3)))
+def test_C14_overlaps_of_every_pair_of_small_boxes():
+    boxes = [
+        ShardMetadata(offsets, sizes)
+        for offsets in itertools.product((0, 1, 2), repeat=2)
+        for sizes in itertools.product((0, 1, 2), repeat=2)
+    ]
+    for first, second in itertools.combinations_with_replacement(boxes, 2):
+        held = np.zeros((4, 4), int)
+        held[first.index] += 1
+        held[second.index] += 1
+        if held.max() > 1:
+            with pytest.raises(ValueError, match='overlap'):
+                validate_non_overlapping_shards_metadata([first, second])
+        else:
+            validate_non_overlapping_shards_metadata([first, second])
 
 
-@pytest.mark.parametrize(
-    'blocks',
-    [
-        shards(([5, 0, 5], [5] * 3), ([5, 4, 5], [5] * 3)),
-        shards(([5, 0, 5], [5] * 3), ([5, 4, 9], [5] * 3)),
-        shards(([5, 0, 5], [5] * 3), ([5, 0, 5], [5] * 3)),
-        shards(([0], [1]), ([4], [2]), ([1], [4])),
-    ],
-)
-def test_C14_shards_that_overlap(blocks):
-    for given in blocks, blocks[::-1]:
-        with pytest.raises(ValueError, match=r'Shards.*overlap'):
-            validate_non_overlapping_shards_metadata(given)
-
-
-def test_C14_empty_shards_do_not_overlap():
-    validate_non_overlapping_shards_metadata(shards(([0, 0], [0, 0]), ([0, 0], [0, 0])))
-    validate_non_overlapping_shards_metadata(shards(([0, 0], [0, 5]), ([0, 0], [5, 5])))
-
-
-def test_C15_chunks_from_shards():
-    """The placements are in the order of the offsets, whatever the order of the shards."""
-    blocks = ChunkShardingSpec(1, [2, 0, 1]).build_metadata((3, 10))
-    for given in blocks, blocks[::-1]:
-        assert infer_sharding_spec(given) == ChunkShardingSpec(1, [2, 0, 1])
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 3), st.data())
+def test_C15_chunks_are_inferred_from_shards_in_any_order(rank, data):
+    shape = tuple(data.draw(st.integers(2, 12)) for _ in range(rank))
+    dim, number = data.draw(st.integers(0, rank - 1)), data.draw(st.integers(2, 6))
+    spec = ChunkShardingSpec(dim, data.draw(st.permutations(range(number))))
+    shards = spec.build_metadata(shape)
+    inferred = infer_sharding_spec(data.draw(st.permutations(shards)))
+    assert isinstance(inferred, ChunkShardingSpec)
+    again = inferred.build_metadata(shape)
+    assert {s for s in again if s.num_elements} == {s for s in shards if s.num_elements}
 
 
 def test_C15_shards_that_are_not_chunks():

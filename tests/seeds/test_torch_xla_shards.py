@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
 from mock_devices import mesh_of_processes
-from xla_meshes import IN_ORDER, SHUFFLED, bounds_by_device, mesh_of, refuses, xy_mesh
+from xla_meshes import SHUFFLED, bounds_by_device, mesh_of, refuses, xy_mesh
 
 from partitioning.compat.torch_xla import (
     PaddedArray,
@@ -24,18 +24,6 @@ pytestmark = pytest.mark.core
 @pytest.fixture
 def xy():
     return xy_mesh()
-
-
-def test_D8_one_dimension():
-    shards = local_shards(mark_sharding(np.arange(8), mesh_of((8,)), (0,)))
-    assert bounds_by_device(shards) == {i: ([(i, i + 1)], 0) for i in range(8)}
-    assert [shard.data.tolist() for shard in shards] == [[i] for i in range(8)]
-
-
-def test_D8_replicated():
-    shards = local_shards(mark_sharding(np.arange(8), mesh_of((8,)), (None,)))
-    assert bounds_by_device(shards) == {i: ([(0, 8)], i) for i in range(8)}
-    assert all(shard.data.tolist() == IN_ORDER for shard in shards)
 
 
 def test_D8_replicas(xy):

@@ -26,50 +26,7 @@ from partitioning.compat.torch_xla import (
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
-HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
-ACROSS = [[0, 4], [1, 5], [2, 6], [3, 7]]
-EACH_HALF = [[half] for half in HALVES]
 EACH_PAIR = [[pair] for pair in PAIRS]
-MAJOR_LAST = [0, 4, 1, 5, 2, 6, 3, 7]
-# (mesh shape, spec, device ids by tile, HLO). The ids are nested by dimension; if several devices
-# hold a tile, they are the innermost list.
-PARTITIONS = [
-    ((8,), (0,), IN_ORDER, '{devices=[8]<=[8]}'),
-    ((8,), (None,), [IN_ORDER], '{replicated}'),
-    ((1, 8), (0, 1), [IN_ORDER], '{devices=[1,8]<=[8]}'),
-    ((4, 2), (0, None), EACH_PAIR, '{devices=[4,1,2]<=[8] last_tile_dim_replicate}'),
-    (
-        *((4, 2), (None, 1), [[[0, 2, 4, 6], [1, 3, 5, 7]]]),
-        '{devices=[1,2,4]<=[4,2]T(1,0) last_tile_dim_replicate}',
-    ),
-    ((2, 4), (0, None), EACH_HALF, '{devices=[2,1,4]<=[8] last_tile_dim_replicate}'),
-    ((2, 4), (1, 0), ACROSS, '{devices=[4,2]<=[2,4]T(1,0)}'),
-    ((2, 4), ((0, 1),), IN_ORDER, '{devices=[8]<=[8]}'),
-    ((2, 4), (None, 0, 1), [HALVES], '{devices=[1,2,4]<=[8]}'),
-    (
-        *((2, 4, 1), (2, 1), [ACROSS]),
-        '{devices=[1,4,2]<=[2,4]T(1,0) last_tile_dim_replicate}',
-    ),
-    ((1, 2, 4), ((0, 1), None), EACH_HALF, '{devices=[2,1,4]<=[8] last_tile_dim_replicate}'),
-    ((1, 2, 4), (None, (1, 2)), [IN_ORDER], '{devices=[1,8]<=[8]}'),
-    (
-        *((1, 2, 4), (None, (0, 2)), [ACROSS]),
-        '{devices=[1,4,2]<=[2,4]T(1,0) last_tile_dim_replicate}',
-    ),
-    ((1, 2, 4), (None, (2, 1)), [MAJOR_LAST], '{devices=[1,8]<=[2,4]T(1,0)}'),
-    ((2, 2, 2), (0, 2), [[[0, 2], [1, 3]], [[4, 6], [5, 7]]], None),
-]
-
-
-@pytest.mark.parametrize('shape, spec, tiles, hlo', PARTITIONS)
-def test_D3_tile_assignments(shape, spec, tiles, hlo):
-    mesh = mesh_of(shape)
-    assert tile_assignment(mesh, spec).tolist() == tiles
-    by_tile = np.array(tiles)
-    replicas = by_tile.shape[-1] if by_tile.ndim > len(spec) else 1
-    assert replication_groups(mesh, spec) == by_tile.reshape(-1, replicas).tolist()
-    if hlo:
-        assert hlo_sharding(mesh, spec) == hlo
 
 
 def test_D3_tiles_by_the_names_of_axes():
@@ -110,41 +67,12 @@ def test_D5_numbers_of_types():
     }
 
 
-@pytest.mark.parametrize(
-    'shape, spec, kind',
-    [
-        ((4, 2), (None, None), 'REPLICATED'),
-        ((4, 2), (), 'REPLICATED'),
-        ((4, 2), (0, None), 'PARTIAL'),
-        ((4, 2), (1, 0), 'TILED'),
-        ((4, 2), (0,), 'PARTIAL'),
-        # The type is the effective one: what matters is how many devices hold a tile.
-        ((4, 2), (None, (0, 1)), 'TILED'),
-        ((1, 2, 4), (None, (1, 2)), 'TILED'),
-        ((1, 8), (0, None), 'REPLICATED'),
-    ],
-)
-def test_D5_types_in_effect(shape, spec, kind):
-    assert sharding_type(mesh_of(shape), spec) == ShardingType[kind]
-
-
 def test_D5_one_device():
     mesh = mesh_from_device_ids([3], (1, 1), devices=jax.devices()[3:4])
     for spec in ((0, 1), (None, None)):
         assert sharding_type(mesh, spec) == ShardingType.MAXIMAL
         assert replication_groups(mesh, spec) == [[3]]
         assert hlo_sharding(mesh, spec) == '{maximal device=0}'
-
-
-def test_D6_iota_arguments():
-    assert iota_tile_assignment(mesh_of((4, 2)), (None, 1)) == (
-        *([1, 2, 4], [4, 2], [1, 0], [ShardingType.REPLICATED]),
-    )
-    assert iota_tile_assignment(mesh_of((1, 2, 4)), (None, (2, 1))) == (
-        *([1, 8], [1, 2, 4], [2, 1, 0], []),
-    )
-    reverse = mesh_of((8,), ids=IN_ORDER[::-1])
-    refuses(lambda: iota_tile_assignment(reverse, (0,)), 'device 7 is at position 0')
 
 
 # Random meshes and specs.
