@@ -16,7 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from meshwright.calls.compiler_warnings import read_compiler_log
 from meshwright.calls.partitioned import PartitionedLike
 from partitioning.hardware import OptionValue, check_options
-from partitioning.hardware.compiler_errors import OutOfMemoryError, own_compiler_errors
+from partitioning.hardware.compilers import OutOfMemoryError, own_compiler_errors
 from partitioning.rules import MeshLike
 
 # Receives a text when a stage begins: 'tracing train_step', 'compiling train_step for v5p:4x4x4'.

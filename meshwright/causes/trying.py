@@ -36,7 +36,7 @@ from meshwright.program.costs import ProgramCosts, read_costs
 from meshwright.program.program_text import read_text
 from meshwright.user_lines import stack_of_traceback, user_line
 from partitioning.plan.rows import PlanRow
-from partitioning.products.bodies import bodies_of
+from partitioning.products.flops import bodies_of
 from partitioning.rules import AxisRules, LogicalAxisRules, MeshAxes, from_tuple
 
 # A change helps if it saves more than this share of the exchanged bytes plus the peak memory.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from jax.extend import source_info_util
 
 from meshwright.user_lines import stack_of_traceback
-from partitioning.products.bodies import count_scan_arguments
+from partitioning.products.flops import count_scan_arguments
 
 Axes = tuple[str, ...]
 

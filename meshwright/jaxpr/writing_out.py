@@ -26,7 +26,7 @@ from meshwright.jaxpr.values import (
     Value,
     loop_counts,
 )
-from partitioning.products.bodies import count_runs, open_jaxpr
+from partitioning.products.flops import count_runs, open_jaxpr
 
 # The parameters that hold the body of a primitive that calls a function once.
 _CALLED = ('jaxpr', 'call_jaxpr', 'fun_jaxpr')

@@ -23,8 +23,7 @@ from meshwright.jaxpr.values import Block, Step, Value, loop_counts
 from meshwright.jaxpr.writing_out import write_out
 from meshwright.time.known_values import evaluate
 from meshwright.time.work import KernelWork
-from partitioning.products.bodies import count_runs
-from partitioning.products.flops import RECOMPUTED, count_jaxpr_flops
+from partitioning.products.flops import RECOMPUTED, count_jaxpr_flops, count_runs
 
 # The matrix products of attention: two forward; backward five, two of which are recomputed scores.
 _FORWARD, _BACKWARD = 2, 5

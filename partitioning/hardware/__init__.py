@@ -6,15 +6,13 @@ from partitioning.hardware.chips import (
     chip_of as chip_of,
     torus_wrap as torus_wrap,
 )
-from partitioning.hardware.compiler_flags import (
-    FLAG_VARIABLES as FLAG_VARIABLES,
-    check_flags as check_flags,
-)
-from partitioning.hardware.compiler_options import (
+from partitioning.hardware.compilers import (
     DEFAULT_OPTIONS as DEFAULT_OPTIONS,
+    FLAG_VARIABLES as FLAG_VARIABLES,
     CompilerOption as CompilerOption,
     OptionValue as OptionValue,
     change_options as change_options,
+    check_flags as check_flags,
     check_option as check_option,
     check_options as check_options,
     default_options as default_options,

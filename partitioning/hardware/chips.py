@@ -121,6 +121,7 @@ def _chip(platform: str, row: tuple[Any, ...]) -> Chip:
 
 _ALL = [_chip('tpu', row) for row in _TPUS] + [_chip('gpu', row) for row in _GPUS]
 CHIPS: dict[str, Chip] = {chip.name: chip for chip in _ALL}
+_BY_KIND = {chip.device_kind: chip for chip in _ALL}
 
 # The side of a whole pod, along which links close to rings (Cloud TPU documentation: v2 pods have
 # 16 x 16 chips, v3 pods 32 x 32, v5e and v6e pods 16 x 16).
@@ -130,7 +131,7 @@ _CUBES = ('TPU v4', 'TPU v5', 'TPU v5p', 'TPU7x')
 
 def chip_of(device_kind: str) -> Chip | None:
     """Returns the chip whose devices have this `device_kind`, or None if it is unknown."""
-    return next((c for c in CHIPS.values() if c.device_kind == device_kind), None)
+    return _BY_KIND.get(device_kind)
 
 
 def torus_wrap(device_kind: str, bounds: Sequence[int]) -> tuple[bool, bool, bool]:

@@ -4,8 +4,8 @@ A shard is one device's part of an array, a chunk is one process's part. What a 
 read from jax's index map of the sharding, never derived from an assumption that its devices are
 neighbours: device orders that suit a torus often give a process strided rows.
 
-`ownership`: the shards that each process holds; `rows`: the rows of the batch that a process reads;
-`chunker`: the chunks of any array; `arrays`: global arrays from the rows of each process, and back.
+`ownership`: the shards that each process holds, and the rows of the batch that it reads; `chunker`:
+the chunks of any array; `arrays`: global arrays from the rows of each process, and back.
 """
 
 from partitioning.layout.arrays import (
@@ -13,12 +13,12 @@ from partitioning.layout.arrays import (
     host_local_array_to_global_array as host_local_array_to_global_array,
     local_to_global as local_to_global,
 )
-from partitioning.layout.batch_rows import (
-    DataLayout as DataLayout,
-    data_layout as data_layout,
-)
 from partitioning.layout.chunker import (
     Indivisible as Indivisible,
     LocalChunker as LocalChunker,
     LocalChunkInfo as LocalChunkInfo,
+)
+from partitioning.layout.ownership import (
+    DataLayout as DataLayout,
+    data_layout as data_layout,
 )

@@ -10,8 +10,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from partitioning.layout.batch_rows import check_batch_size
-from partitioning.layout.ownership import axes_per_dimension, index_bounds, shard_ownership
+from partitioning.layout.ownership import (
+    axes_per_dimension,
+    check_batch_size,
+    index_bounds,
+    shard_ownership,
+)
 from partitioning.rules import boundary_spec, check_layout, check_spec, describe_axes
 
 

@@ -10,8 +10,7 @@ from jax.sharding import Mesh
 
 from partitioning.hardware import HardwareMesh, JaxDevice
 from partitioning.mesh.config import MeshConfig
-from partitioning.mesh.t5x_settings import MESH_AXES, hybrid_axes
-from partitioning.mesh.t5x_tiles import tiled_grid
+from partitioning.mesh.t5x import MESH_AXES, hybrid_axes, tiled_grid
 from partitioning.mesh.validation import check_count, check_names
 
 

@@ -23,8 +23,13 @@ from partitioning.hardware import (
     parse_topology,
 )
 from partitioning.mesh.order import best_grid, check_same_size, join_blocks, order_devices
-from partitioning.mesh.t5x_settings import check_submesh, t5x_axes
-from partitioning.mesh.t5x_tiles import check_last_axis, split_experts, t5x_grid
+from partitioning.mesh.t5x import (
+    check_last_axis,
+    check_submesh,
+    split_experts,
+    t5x_axes,
+    t5x_grid,
+)
 from partitioning.mesh.validation import (
     AxisSizes,
     AxisTypes,

@@ -1,8 +1,7 @@
 """The entry point most users need: a mesh, rules, and the plans and functions they make.
 
-`base`, `base_pjit`, `pjit` and `moe` are the partitioners, with their settings in `settings`, and
-their behaviour as objects in `partitioner_object`. `initialization`
-creates states, and `training_setup` is the one call that gives a running step.
+`base`, `base_pjit`, `pjit` and `moe` are the partitioners, with their settings and their behaviour
+as objects in `settings`. `training_setup` creates states and gives a running step.
 """
 
 from partitioning.partitioner.base import (

@@ -22,14 +22,13 @@ from partitioning.layout import (
     host_local_array_to_global_array,
     local_to_global,
 )
-from partitioning.partitioner.initialization import trace_init
-from partitioning.partitioner.partitioner_object import (
+from partitioning.partitioner.settings import (
     AnyMesh,
     PartitionerObject,
     choose_mesh_source,
     settings_of_t5x,
 )
-from partitioning.partitioner.training_setup import TrainingSetup, partition_step
+from partitioning.partitioner.training_setup import TrainingSetup, partition_step, trace_init
 from partitioning.plan import Plan
 from partitioning.programs.boundary import to_shardings
 from partitioning.programs.partitioned_function import (

@@ -9,7 +9,7 @@ from typing import Any, cast
 from jax.sharding import Mesh
 
 from partitioning.hardware import OptionValue, check_options
-from partitioning.hardware.compiler_errors import check_memory, own_compiler_errors
+from partitioning.hardware.compilers import check_memory, own_compiler_errors
 from partitioning.layout import LocalChunker
 from partitioning.mesh import MeshConfig
 from partitioning.partitioner.base import BasePartitioner

@@ -6,21 +6,22 @@ import copy
 import functools
 import logging
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any, Self
 
 from partitioning.hardware import HardwareMesh
 from partitioning.mesh import MeshConfig
 from partitioning.partitioner.base_pjit import BasePjitPartitioner
-from partitioning.partitioner.partitioner_object import AnyMesh, settings_of_t5x
 from partitioning.partitioner.settings import (
+    AnyMesh,
     LayoutSetting,
     activation_rules,
     check_batch_rule,
     check_layout,
     check_plan,
     describe_settings,
-    layout_on_mesh,
     over_slices,
+    settings_of_t5x,
 )
 from partitioning.plan import (
     Audit,
@@ -32,6 +33,7 @@ from partitioning.plan import (
     impose_plan,
     lint,
 )
+from partitioning.plan.layouts import Layout, RuleLayout, WordLayout
 from partitioning.rules import (
     STANDARD_MESH_AXES,
     AxisRules,
@@ -44,7 +46,7 @@ from partitioning.rules import (
     standard_logical_axis_rules,
 )
 from partitioning.state import (
-    BoxedState,
+    KnownBoxes,
     PathRules,
     check_path_rules,
     get_logical_axes,
@@ -244,11 +246,19 @@ class PjitPartitioner(BasePjitPartitioner):
     @functools.cached_property
     def rule_set(self) -> RuleSet:
         """The rules for parameters and optimizer, with their policies."""
+        layout: Layout | None = None
+        if isinstance(self._layout, str):
+            # Arrays are replicated over slices: they are gathered in every layer, and the data
+            # centre network between slices is too slow for that. Only gradients cross it.
+            axes = [a for a, n in self.mesh.shape.items() if n > 1 and a != self._slice_axis]
+            layout = WordLayout(self._layout, tuple(axes))
+        elif self._layout is not None:
+            layout = RuleLayout(self._layout, self._as_rules(()))  # type: ignore[arg-type]
         return RuleSet(
             rules=self.logical_axis_rules,
             optimizer_rules=self._optimizer_rules,
             overrides=self._overrides,
-            layout=layout_on_mesh(self._layout, self.mesh, self._slice_axis, self._as_rules(())),
+            layout=layout,
             are_defaults=self._given_rules is None,
         )
 
@@ -263,7 +273,8 @@ class PjitPartitioner(BasePjitPartitioner):
 
     @functools.cached_property
     def _data_axis(self) -> MeshAxes:
-        self._check_default_rules()
+        if self._given_rules is None:
+            self._check_default_rules()
         check_batch_rule(self.logical_axis_rules, self.mesh, self._layout)
         batch = logical_to_mesh_axes(
             ['batch'], self.logical_axis_rules, mesh=self.mesh, on_unmatched='replicate'
@@ -280,7 +291,7 @@ class PjitPartitioner(BasePjitPartitioner):
 
     def _check_default_rules(self) -> None:
         """Rules that the user did not choose must not leave a mesh axis unused."""
-        if self._given_rules is self._plan is self._layout is None:
+        if self._plan is self._layout is None:
             standard_logical_axis_rules(mesh_axes=self._axes_in_use)
 
     def _description(self) -> list[tuple[str, str]]:
@@ -299,7 +310,7 @@ class PjitPartitioner(BasePjitPartitioner):
 
     # A class attribute, because subclasses need not call __init__. It is replaced and not changed,
     # so that a copy by with_rules does not see the names of states that it has not planned.
-    _boxed_states: tuple[BoxedState, ...] = ()
+    _boxed_states: KnownBoxes = MappingProxyType({})
 
     def _with_names(self, train_state: Any) -> Any:
         """The state with the linen boxes that it had when this partitioner last saw it."""
@@ -311,14 +322,15 @@ class PjitPartitioner(BasePjitPartitioner):
     def resolve(self, train_state: Any) -> Plan:
         if self._plan is not None:
             return impose_plan(self._plan, train_state, self.mesh)
-        self._check_default_rules()
-        said = None if self._layout is not None else self._said_axes(train_state)
+        if self._given_rules is None:
+            self._check_default_rules()
+        said, cls = None, type(self)
+        if self._layout is None and cls.get_logical_axes is not PjitPartitioner.get_logical_axes:
+            said = self._said_axes(train_state)
         return build_plan(self._with_names(train_state), self.rule_set, self.mesh, said=said)
 
     def _said_axes(self, train_state: Any) -> Any:
         """The logical axes by a subclass, which may override `get_logical_axes` as in T5X."""
-        if type(self).get_logical_axes is PjitPartitioner.get_logical_axes:
-            return None
         return self.get_logical_axes(train_state)
 
     def get_logical_axes(self, train_state: Any) -> Any:

@@ -1,17 +1,26 @@
-"""The settings of a partitioner by rules: their checks, and the rules that follow from them."""
+"""The settings of partitioners: their checks, the rules that follow from them, and how they show.
+
+`PartitionerObject` is a partitioner as a Python object: its repr, its copies and pickles, and T5X's
+attributes.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping
-from typing import Any, cast, get_args
+import textwrap
+from collections.abc import Collection, Mapping
+from typing import Any, Self, cast, get_args
 
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from partitioning.partitioner.partitioner_object import describe_rules
+from partitioning.mesh import MeshConfig, describe_devices
 from partitioning.plan import Plan
-from partitioning.plan.layouts import Layout, LayoutWord, RuleLayout, WordLayout
-from partitioning.plan.partition_rules import PartitionRules, check_partition_rules
+from partitioning.plan.layouts import (
+    LayoutWord,
+    PartitionRules,
+    check_partition_rules,
+)
 from partitioning.rules import (
     AxisRules,
     LogicalAxisRules,
@@ -23,6 +32,204 @@ from partitioning.rules import (
     from_tuple,
     nearest,
 )
+
+AnyMesh = Mesh | AbstractMesh | MeshConfig
+
+
+class T5xSetting:
+    """A setting under the attribute that it has in T5X. It can be read and not changed."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, partitioner: Any, owner: type | None = None) -> Any:
+        if partitioner is None:
+            return self
+        settings = vars(partitioner).get('_t5x_settings', {})
+        return vars(partitioner).get(self._name, settings.get(self._name.removeprefix('_')))
+
+    def __set__(self, partitioner: Any, value: Any) -> None:
+        if '_t5x_settings' not in vars(partitioner):  # a subclass that makes its own mesh
+            vars(partitioner)[self._name] = value
+            return
+        raise AttributeError(
+            f'{self._name}={value!r} would have no effect, because the mesh is already determined: '
+            f'make another {type(partitioner).__name__}({self._name.removeprefix("_")}={value!r})'
+        )
+
+
+class PartitionerObject:
+    """What a partitioner can do as a Python object, apart from partitioning."""
+
+    _mesh_source: AnyMesh
+    _t5x_settings: dict[str, Any]
+    # The cached properties of the class, and those that were assigned, as subclasses of T5X's
+    # partitioners do.
+    _cached_properties: frozenset[str] = frozenset()
+    _assigned: frozenset[str] = frozenset()
+
+    _num_partitions = T5xSetting()
+    _model_parallel_submesh = T5xSetting()
+    _backend = T5xSetting()
+    _ici_mesh_shape = T5xSetting()
+    _dcn_mesh_shape = T5xSetting()
+
+    @property
+    def mesh_source(self) -> AnyMesh:
+        """What the mesh is made from: a MeshConfig, or the mesh itself.
+
+        A MeshConfig can describe machines that are not here, where `mesh` would raise. If a
+        subclass makes its own mesh, or a mesh was assigned, it is that mesh.
+        """
+        if 'mesh' in self._assigned or self._maker_of_mesh is not None:
+            return self.mesh  # type: ignore[attr-defined]
+        return self._mesh_source
+
+    @property
+    def _maker_of_mesh(self) -> type | None:
+        """The class that makes the mesh, if it is not one of ours."""
+        [by, *_] = (cls for cls in type(self).__mro__ if 'mesh' in vars(cls))
+        return None if by.__module__.startswith('partitioning.') else by
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._cached_properties = frozenset(
+            name
+            for name in dir(cls)
+            if isinstance(getattr(cls, name, None), functools.cached_property)
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        # A cached property stores its own value without this method.
+        if name in self._cached_properties:
+            object.__setattr__(self, '_assigned', self._assigned | {name})
+
+    def _forget(self, kept: Collection[str] = ()) -> None:
+        """Forgets every cached value except those in `kept`; assigned values stay."""
+        for name in self._cached() - {*kept}:
+            del vars(self)[name]
+
+    def _cached(self) -> set[str]:
+        return {*vars(self)} & self._cached_properties - self._assigned
+
+    def __copy__(self) -> Self:
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self.__copy__()  # everything that a partitioner holds is immutable
+
+    def __getstate__(self) -> dict[str, Any]:
+        computed = {*self._cached(), '_boxed_states'}  # boxes may hold a mesh
+        held = {name: value for name, value in vars(self).items() if name not in computed}
+        for mesh in held.values():
+            if isinstance(mesh, Mesh):
+                raise ValueError(
+                    f'this {type(self).__name__} holds the devices of its mesh '
+                    f'{describe_axes(mesh)}, which cannot be pickled: make it with '
+                    f'mesh=MeshConfig(axes={dict(mesh.shape)}) in place of the Mesh'
+                )
+        return held
+
+    def __repr__(self) -> str:
+        rows = self._description()
+        width = max(len(name) for name, _ in rows)
+        indent = ' ' * (width + 4)
+        lines = [type(self).__name__]
+        for name, text in rows:
+            first = f'  {name:<{width}}  '
+            lines += textwrap.wrap(
+                text,
+                width=96,
+                initial_indent=first,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        return '\n'.join(lines)
+
+    def _description(self) -> list[tuple[str, str]]:
+        """The lines of the repr: a name and a text for each."""
+        mesh = self._mesh_without_building()
+        if mesh is not None:
+            return [('mesh', describe_mesh(mesh))]
+        by = self._maker_of_mesh
+        made = repr(self._mesh_source) if by is None else f'made by {by.__name__}.mesh'
+        return [('mesh', f'not built yet: {made}')]
+
+    def _mesh_without_building(self) -> Mesh | AbstractMesh | None:
+        """The mesh, or None if it has not been built: to build one can take long, or fail."""
+        mesh = vars(self).get('mesh', vars(self).get('_mesh_source'))
+        return None if isinstance(mesh, MeshConfig) else mesh
+
+
+def choose_mesh_source(mesh: AnyMesh | None, t5x_settings: dict[str, Any]) -> AnyMesh:
+    """The mesh or its description, from the arguments of a partitioner."""
+    if mesh is None:
+        settings = {name: value for name, value in t5x_settings.items() if value is not None}
+        if settings.keys() == {'num_partitions'}:
+            return _mesh_of_partitions(**settings)
+        return MeshConfig.from_t5x(**settings)
+    if not isinstance(mesh, Mesh | AbstractMesh | MeshConfig):
+        raise ValueError(
+            f'mesh={mesh!r} must be a MeshConfig, a jax.sharding.Mesh or an AbstractMesh, such as '
+            "MeshConfig(axes={'data': -1, 'model': 2})"
+        )
+    if given := [name for name, value in t5x_settings.items() if value is not None]:
+        raise ValueError(f'mesh= already determines {", ".join(given)}; remove {", ".join(given)}')
+    return mesh
+
+
+@functools.lru_cache(maxsize=64, typed=True)
+def _mesh_of_partitions(num_partitions: int) -> MeshConfig:
+    return MeshConfig.from_t5x(num_partitions)
+
+
+def settings_of_t5x(mesh: AnyMesh | None, given: dict[str, Any]) -> dict[str, Any]:
+    """The settings of T5X; with `mesh=`, `num_partitions` is the size of the 'model' axis."""
+    if mesh is None:
+        return given
+    if not isinstance(mesh, MeshConfig):
+        return {'num_partitions': axis_sizes(mesh).get('model', 1)}
+    sizes = [dict(axes or ()).get('model', 1) for axes in (mesh.axes, mesh.dcn)]
+    tile = mesh.model_parallel_submesh
+    return {
+        'num_partitions': None if tile or -1 in sizes else sizes[0] * sizes[1],
+        'model_parallel_submesh': tile,
+        'backend': mesh.backend,
+    }
+
+
+def describe_mesh(mesh: Mesh | AbstractMesh) -> str:
+    """A mesh in one line: its axes and sizes, their types if not Auto, devices and processes."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    axes = ' x '.join(
+        f'{name} {size}' + (f' ({types[name].name})' if types[name] != AxisType.Auto else '')
+        for name, size in mesh.shape.items()
+    )
+    if isinstance(mesh, AbstractMesh):
+        return f'{axes}, an AbstractMesh without devices'
+    return f'{axes}, {describe_devices(mesh)}'
+
+
+def describe_rules(rules: Any) -> str:
+    """Rules in their order: `batch -> data; mlp, heads -> model; kv -> replicated`."""
+    groups: list[tuple[list[str], Any]] = []
+    for name, axes in rules:
+        if groups and groups[-1][1] == axes:
+            groups[-1][0].append(name)
+        else:
+            groups.append(([name], axes))
+    return (
+        '; '.join(
+            f'{", ".join(names)} -> {" x ".join(as_tuple(axes)) or "replicated"}'
+            for names, axes in groups
+        )
+        or 'none'
+    )
+
 
 _LOGGER = logging.getLogger(__name__)
 LayoutSetting = LayoutWord | PartitionRules
@@ -62,28 +269,6 @@ def check_layout(
     if given := ', '.join(name for name, value in settings.items() if value):
         raise ValueError(f'{shown} already determines what {given} would: remove {given} or layout')
     return checked
-
-
-def layout_on_mesh(
-    layout: LayoutSetting | None, mesh: MeshLike, slice_axis: str | None, policies: AxisRules
-) -> Layout | None:
-    """The layout of states on a mesh.
-
-    'fsdp' shards arrays within a slice and replicates them over slices: they are gathered in every
-    layer, and the data centre network between slices is too slow for that. Only gradients cross it.
-
-    Args:
-      layout: the checked setting.
-      mesh: the mesh.
-      slice_axis: the mesh axis over slices, if there is one.
-      policies: the policies of partition rules.
-    """
-    if layout is None:
-        return None
-    if not isinstance(layout, str):
-        return RuleLayout(layout, policies)  # type: ignore[arg-type]
-    sharding = (a for a, size in axis_sizes(mesh).items() if size > 1 and a != slice_axis)
-    return WordLayout(layout, tuple(sharding))
 
 
 def activation_rules(layout: LayoutSetting, mesh: MeshLike, policies: AxisRules) -> AxisRules:

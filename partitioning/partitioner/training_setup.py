@@ -1,4 +1,8 @@
-"""A training step that is partitioned by the plan of its state alone."""
+"""The init function and the step of a program, each traced once.
+
+The init function creates a state in its shards, and the step is partitioned by the plan of the
+state alone.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,145 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from partitioning.constraints import lay_out
-from partitioning.programs.contexts import PjittedFnWithContext
+from partitioning.plan import InitProgram, Plan
+from partitioning.programs.contexts import PjittedFnWithContext, in_context
 from partitioning.programs.partitioned_function import PartitionedCallable
-from partitioning.state import check_only_arrays, path_str
+from partitioning.rules import LogicalAxisRules, check_has_devices
+from partitioning.state import path_str, unbox
 from partitioning.state.structures import match_by_path
+
+
+def trace_init(
+    init_fn: Callable[..., Any], mesh: Mesh, rules: LogicalAxisRules, args: tuple[Any, ...]
+) -> tuple[Any, InitProgram]:
+    """Traces an init function once, inside the mesh and the rules.
+
+    Args:
+      init_fn: makes a train state.
+      mesh: the mesh.
+      rules: rules for the linen models and `constrain` calls inside.
+      args: the arguments of `init_fn`, abstract or not.
+
+    Returns:
+      The abstract state with its boxes, and the program that makes the state. No array of either
+      is weakly typed.
+
+    Raises:
+      ValueError: with the path of the first leaf of the state that is not an array.
+    """
+
+    @functools.wraps(init_fn)
+    def checked(*args: Any) -> Any:
+        state = init_fn(*args)
+        check_only_arrays(state, getattr(init_fn, '__name__', 'the init function'))
+        return state
+
+    # Over Explicit axes a result gets its layout from its inputs, so a state that is made from a
+    # random key would be replicated. Therefore the program is traced and runs over Auto axes.
+    auto = mesh if {*mesh.axis_types} == {AxisType.Auto} else _over_auto_axes(mesh)
+    traced = jax.make_jaxpr(in_context(checked, auto, rules), return_shape=True)
+    jaxpr, named = traced(*args)
+    named = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), named)
+    planned = jax.tree.map(_argument_str, args)
+
+    def make(*arrays: Any) -> Any:
+        from jax.extend.core import jaxpr_as_fun  # imports Pallas, so not with this module
+
+        made = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arrays))
+        # With a weak type, the first two steps would be compiled separately. The type is read from
+        # the traced result, because a constant result is a plain number.
+        typed = [
+            jax.lax.convert_element_type(x, aval.dtype) if aval.weak_type else x
+            for x, aval in zip(made, jaxpr.out_avals, strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(unbox(named)), typed)
+
+    def jit_for(plan: Plan, *given: Any) -> Any:
+        check_has_devices(mesh, 'plan.init')
+        if planned != (held := jax.tree.map(_argument_str, given)):
+            raise ValueError(
+                f'plan.init was planned for arguments {planned}, not {held}: make the plan again '
+                'for these arguments'
+            )
+        replicated = NamedSharding(auto, PartitionSpec())
+        shardings = jax.tree.map(lambda s: NamedSharding(auto, s.spec), plan.shardings)
+        return jax.jit(make, in_shardings=replicated, out_shardings=shardings)
+
+    def finish(plan: Plan, state: Any) -> Any:
+        if AxisType.Explicit not in mesh.axis_types:
+            return state
+        return jax.device_put(state, plan.shardings)
+
+    return named, InitProgram(jit_for, finish, named)
+
+
+def _over_auto_axes(mesh: Mesh) -> Mesh:
+    """The mesh with Auto axes; an AbstractMesh stays one."""
+    if isinstance(mesh, AbstractMesh):
+        types = (AxisType.Auto,) * len(mesh.axis_names)  # in jax 0.12 they are Explicit by default
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
+    return Mesh(mesh.devices, mesh.axis_names)
+
+
+def _argument_str(x: Any) -> str:
+    """The dtype and shape of an argument: `float32[8, 16]`."""
+    return f'{getattr(x, "dtype", type(x).__name__)}{list(np.shape(x))}'
+
+
+def check_only_arrays(tree: Any, function: str) -> None:
+    """Checks that a result can be stored in arrays.
+
+    Args:
+      tree: the result, a pytree. Python numbers count as arrays.
+      function: the name of the function that returned it.
+
+    Raises:
+      ValueError: with the path of the first leaf that is not an array.
+    """
+    if tree is None:
+        raise ValueError(f'{function} returned None: end it with `return state`')
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        try:
+            jax.typeof(leaf)
+            is_array = not isinstance(leaf, jax.ShapeDtypeStruct)  # which some versions of jax take
+        except (TypeError, ValueError):  # ValueError: it only knows how to become an array
+            is_array = False
+        if not is_array:
+            where = f' at {path_str(path)}' if path else ''
+            raise ValueError(
+                f'{function} returned {_description(leaf)}{where}, which is not an array: '
+                f'{_way_out(leaf, bool(path))}'
+            )
+
+
+def _description(x: Any) -> str:
+    if isinstance(x, str):
+        return f'the string {x[:40]!r}'
+    if callable(x) and hasattr(x, '__name__'):
+        return f'the function {x.__name__}'
+    kind, dtype = type(x).__name__, getattr(x, 'dtype', None)
+    article = 'an' if kind[0] in 'aeiouAEIOU' else 'a'
+    return f'{article} {kind}' + (f' of dtype {dtype}' if dtype is not None else '')
+
+
+def _way_out(x: Any, is_inside: bool) -> str:
+    if callable(x):
+        return (
+            'keep arrays only, for example eqx.partition(model, eqx.is_array)[0], and make the '
+            'rest a static field, such as flax.struct.field(pytree_node=False)'
+        )
+    if not is_inside:
+        return (
+            'return a pytree of arrays, such as a dict, and register your own class with '
+            'jax.tree_util.register_dataclass'
+        )
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return 'call the function that makes it instead of jax.eval_shape'
+    return 'keep it outside, or make it a static field: flax.struct.field(pytree_node=False)'
 
 
 class TrainingSetup(NamedTuple):

@@ -14,8 +14,7 @@ from jax.sharding import Mesh
 from partitioning.hardware import describe_topology
 from partitioning.mesh.config import MeshConfig
 from partitioning.mesh.rings import mesh_table
-from partitioning.pictures.mesh_drawing import draw_mesh
-from partitioning.pictures.mesh_text import mesh_picture
+from partitioning.pictures.mesh_drawing import draw_mesh, mesh_picture
 from partitioning.untrusted_text import printable
 
 _DRAWN = 1024  # the most devices that a picture on a terminal shows

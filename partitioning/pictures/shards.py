@@ -3,27 +3,226 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import math
 import numbers
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from partitioning.layout.ownership import index_bounds
-from partitioning.pictures.figures import png_of
-from partitioning.pictures.shard_figures import sharding_figure
-from partitioning.pictures.shard_grid import (
-    Block,
-    Color,
-    ShardGrid,
-    is_dark,
-    place_str,
-    range_str,
-)
+from partitioning.pictures.figures import TICKS, new_figure, png_of
 from partitioning.rules import check_spec, sharding_str
 from partitioning.state import shape_of
 from partitioning.state.boxes import array_of
+
+Range = tuple[int, int]  # start and stop
+Block = tuple[Range, ...]  # one range per dimension
+Color = tuple[int, int, int]  # red, green and blue, each at most 255
+
+_MAX_LABEL = 16  # the most characters of device numbers in one block
+# Dark to light in steps of equal visual distance; the same on a terminal and on paper.
+_COLORS = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
+
+
+class Panel(NamedTuple):
+    """The blocks along two dimensions, at one place along all others.
+
+    Attributes:
+      place: the range of each dimension that is sharded but not drawn, by the number of the
+        dimension.
+      rows: the blocks, by row and column.
+    """
+
+    place: Mapping[int, Range]
+    rows: tuple[tuple[Block, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class ShardGrid:
+    """The blocks of an array, arranged along two of its dimensions.
+
+    Attributes:
+      shape: the global shape of the array.
+      title: a line above the blocks.
+      devices: for each block the ids of the devices that hold it, in ascending order.
+      drawn: the dimensions drawn downwards and to the right, each None if there is none.
+    """
+
+    shape: tuple[int, ...]
+    title: str
+    devices: Mapping[Block, tuple[int, ...]]
+    drawn: tuple[int | None, int | None]
+
+    @functools.cached_property
+    def ranges(self) -> tuple[tuple[Range, ...], ...]:
+        """The ranges of the blocks along each dimension, in ascending order."""
+        return tuple(tuple(sorted({*along})) for along in zip(*self.devices, strict=True))
+
+    def ranges_along(self, dim: int | None) -> tuple[Range | None, ...]:
+        """The ranges along one dimension, or a single None if there is no dimension."""
+        return (None,) if dim is None else self.ranges[dim]
+
+    @functools.cached_property
+    def panels(self) -> tuple[Panel, ...]:
+        """The panels to draw: one, or several if dimensions that are not drawn are sharded."""
+        row, column = self.drawn
+        others = [dim for dim in range(len(self.shape)) if dim not in self.drawn]
+        panels = []
+        for place in itertools.product(*(self.ranges[dim] for dim in others)):
+            at: dict[Any, Any] = dict(zip(others, place, strict=True))
+            rows = tuple(
+                tuple(
+                    self._block({**at, row: down, column: right})
+                    for right in self.ranges_along(column)
+                )
+                for down in self.ranges_along(row)
+            )
+            split = {dim: at[dim] for dim in others if len(self.ranges[dim]) > 1}
+            panels.append(Panel(split, rows))
+        return tuple(panels)
+
+    def label(self, block: Block) -> str:
+        """The devices of a block in few characters: `0-3` or `0,8..56`."""
+        return compact_ids(self.devices[block])
+
+    def color(self, block: Block) -> Color:
+        """The color of a block, given by the first device that holds it."""
+        return shade(self._order[block], len(self._order))
+
+    @functools.cached_property
+    def _order(self) -> dict[Block, int]:
+        ordered = sorted(self.devices, key=lambda block: self.devices[block])
+        return {block: place for place, block in enumerate(ordered)}
+
+    def _block(self, at: Mapping[Any, Any]) -> Block:
+        return tuple(at[dim] for dim in range(len(self.shape)))
+
+
+def shade(number: int, count: int) -> Color:
+    """The color of one of `count` things, from dark to light."""
+    step = (number / (count - 1) if count > 1 else 0.5) * (len(_COLORS) - 1)
+    low = min(int(step), len(_COLORS) - 2)
+    red, green, blue = (
+        round(a + (step - low) * (b - a))
+        for a, b in zip(_COLORS[low], _COLORS[low + 1], strict=True)
+    )
+    return red, green, blue
+
+
+def compact_ids(ids: Sequence[int]) -> str:
+    """Ascending numbers in few characters: `0-3`, `0,2`, `0,8..56`, `0-3 8-11`, `0..90 (12)`."""
+    if len(ids) > 2:
+        step = ids[1] - ids[0]
+        if all(b - a == step for a, b in itertools.pairwise(ids)):
+            return f'{ids[0]}-{ids[-1]}' if step == 1 else f'{ids[0]},{ids[1]}..{ids[-1]}'
+    runs: list[list[int]] = []
+    for number in ids:
+        if runs and runs[-1][-1] + 1 == number:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    listed = ','.join(f'{r[0]}-{r[-1]}' if len(r) > 2 else ','.join(map(str, r)) for r in runs)
+    return listed if len(listed) <= _MAX_LABEL else f'{ids[0]}..{ids[-1]} ({len(ids)})'
+
+
+def range_str(range_: Range | None) -> str:
+    """A range as an index writes it: `0:256`."""
+    return '' if range_ is None else f'{range_[0]}:{range_[1]}'
+
+
+def place_str(place: Mapping[int, Range]) -> str:
+    """The place of a panel: `dimension 0 at 0:4`."""
+    return ', '.join(f'dimension {dim} at {range_str(at)}' for dim, at in place.items())
+
+
+def is_dark(color: Color) -> bool:
+    """Whether white text is easier to read on a color than black text."""
+    red, green, blue = color
+    return 0.299 * red + 0.587 * green + 0.114 * blue < 140
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_PANELS_ACROSS = 4
+_POINTS = 72  # per inch
+_SMALLEST_TEXT = 4.0  # points; smaller text cannot be read
+
+
+def sharding_figure(picture: ShardGrid) -> Figure:
+    """Draws the blocks of an array, each in the color and with the numbers of its devices.
+
+    All blocks are drawn in one size. The numbers at the edges count elements.
+
+    Raises:
+      RuntimeError: if matplotlib is not installed.
+    """
+    downs, rights = (picture.ranges_along(dim) for dim in picture.drawn)
+    across = min(len(picture.panels), _PANELS_ACROSS)
+    down = math.ceil(len(picture.panels) / across)
+    # Blocks get the space that their numbers need, as long as the picture fits a page.
+    longest = max(map(len, map(picture.label, picture.devices)))
+    width = min(max(len(rights) * max(0.45, 0.085 * longest + 0.1), 2.2), 9.0 / across)
+    height = min(max(len(downs) * 0.36, 0.8), 8.0 / down)
+    least = 0.075 * len(picture.title)
+    figure = new_figure((max(across * (width + 0.5) + 0.3, least), down * (height + 0.5) + 0.35))
+    for number, panel in enumerate(picture.panels, start=1):
+        plot = figure.add_subplot(down, across, number)
+        _draw_blocks(plot, picture, panel, width / len(rights), height / len(downs))
+        plot.set_title(place_str(panel.place), fontsize=8)
+        plot.invert_yaxis()
+        _number_blocks(plot.xaxis, rights, picture.drawn[1])
+        _number_blocks(plot.yaxis, downs, picture.drawn[0])
+        plot.spines[:].set_visible(False)
+    figure.suptitle(picture.title, fontsize=9)
+    return figure
+
+
+def _draw_blocks(plot: Any, picture: ShardGrid, panel: Panel, width: float, height: float) -> None:
+    """Draws the blocks of a panel in the given size, in inches, with numbers if they fit."""
+    colors = [[picture.color(block) for block in row] for row in panel.rows]
+    plot.pcolormesh(
+        np.arange(len(colors[0]) + 1),
+        np.arange(len(colors) + 1),
+        np.array(colors, np.uint8),
+        edgecolor='white',
+        linewidth=1.2 if min(width, height) > 0.1 else 0,
+    )
+    labels = [[picture.label(block) for block in row] for row in panel.rows]
+    size = _text_size(labels, width, height)
+    if size < _SMALLEST_TEXT:
+        return
+    for y, row in enumerate(labels):
+        for x, label in enumerate(row):
+            ink = 'white' if is_dark(colors[y][x]) else 'black'
+            at = (x + 0.5, y + 0.5)
+            plot.text(*at, label, size=size, color=ink, ha='center', va='center')
+
+
+def _number_blocks(axis: Any, ranges: Sequence[Range | None], dim: int | None) -> None:
+    """Labels the edges of blocks with their first elements, and with the dimension."""
+    if dim is None:
+        axis.set_ticks([])
+        return
+    known = [range_ for range_ in ranges if range_ is not None]
+    edges = [*(start for start, _ in known), known[-1][1]]
+    step = -(-len(ranges) // TICKS)
+    places = sorted({*range(0, len(ranges), step), len(ranges)})
+    axis.set_ticks(places, [str(edges[place]) for place in places], fontsize=7)
+    axis.set_label_text(f'dimension {dim}', fontsize=8)
+    axis.set_tick_params(length=0)
+
+
+def _text_size(labels: Sequence[Sequence[str]], width: float, height: float) -> float:
+    """The largest font size that fits all blocks, whose size is in inches."""
+    longest = max(len(label) for row in labels for label in row)
+    return min(9.0, 0.55 * height * _POINTS, 0.9 * width * _POINTS / (0.62 * longest))
+
 
 _TEXT_WIDTH = 100
 

@@ -1,14 +1,19 @@
 """Plans: a state laid out on a mesh, array by array, with reasons.
 
 `plan` has the type of a plan, and `rows` the type of its rows. `building` makes the rows from the
-leaves of a state. `by_rules` lays a state out by logical axis rules, `by_layout` by a word
-(`layouts`) or by `partition_rules`, and `matching` by another plan. `audit` says what devices hold
-and whether arrays stay in place, `findings` what is suspicious. `plan_file` is the file format and
-`difference` compares two plans; `tables` prints them.
+leaves of a state, or matches them to another plan. `by_rules` lays a state out by logical axis
+rules, by a word or by partition rules (`layouts`). `audit` says what devices hold and whether
+arrays stay in place, `findings` what is suspicious. `plan_file` is the file format and `difference`
+compares two plans; `tables` prints them.
 """
 
 from partitioning.plan.audit import (
     Audit as Audit,
+)
+from partitioning.plan.building import (
+    check_mesh as check_mesh,
+    impose_plan as impose_plan,
+    suffixes as suffixes,
 )
 from partitioning.plan.by_rules import (
     build_plan as build_plan,
@@ -22,15 +27,8 @@ from partitioning.plan.findings import (
     Finding as Finding,
 )
 from partitioning.plan.layouts import (
-    RuleSet as RuleSet,
-)
-from partitioning.plan.matching import (
-    check_mesh as check_mesh,
-    impose_plan as impose_plan,
-    suffixes as suffixes,
-)
-from partitioning.plan.partition_rules import (
     PartitionRules as PartitionRules,
+    RuleSet as RuleSet,
 )
 from partitioning.plan.plan import (
     InitProgram as InitProgram,

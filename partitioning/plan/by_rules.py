@@ -1,16 +1,18 @@
-"""A train state with the rules applied: the plan of the state."""
+"""A train state laid out by logical axis rules, or without them by a word or by partition rules."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 from partitioning.plan.building import PlanBuilder, is_array
-from partitioning.plan.by_layout import lay_out_state
 from partitioning.plan.findings import Finding, row_findings, rule_findings
-from partitioning.plan.layouts import RuleLayout, RuleSet
+from partitioning.plan.layouts import Layout, RuleLayout, RuleSet, Subject, unmatched_problem, whole
 from partitioning.plan.plan import Plan, Unplanned
 from partitioning.plan.rows import (
     NO_NAMES,
@@ -33,12 +35,177 @@ from partitioning.rules import (
     raise_problem,
     try_resolve,
 )
-from partitioning.state import Leaf, Parameter, Path, Role, nbytes, shape_of, walk
-from partitioning.state.naming import NoNamesError
+from partitioning.state import Leaf, Parameter, Path, Role, key_names, nbytes, shape_of, walk
+from partitioning.state.boxes import (
+    Entry,
+    FlatState,
+    carried_names,
+    flatten_state,
+    is_carrier,
+)
+from partitioning.state.naming import NoNamesError, parameter_roots
 from partitioning.state.path_names import replicating_rules
 from partitioning.state.traversal import StateTree
 
-Shapes = Mapping[Path, tuple[int, ...]]
+Shape = tuple[int, ...]
+_STACKS = ('layers', 'stack', 'stage')  # logical axes that count layers
+_MOST_LAYERS = 512
+
+
+def lay_out_state(
+    state: Any, layout: Layout, rules: RuleSet, mesh: MeshLike, report: Report = raise_problem
+) -> Plan:
+    """Lays out a train state by the paths and sizes of its arrays.
+
+    The parameters are laid out first; the state of the optimizer follows them, and every other
+    array is laid out like a parameter.
+
+    Args:
+      state: a pytree, abstract or not, with or without names.
+      layout: decides the dimensions of one array.
+      rules: the rules of the partitioner, for the plan.
+      mesh: the mesh, or the sizes of its axes.
+      report: receives every problem; by default it raises.
+
+    Raises:
+      ValueError: with the path of the first array that cannot have its layout.
+    """
+    flat = flatten_state(state)
+    report = _plain if report is raise_problem else report
+    builder = _LayoutBuilder(layout=layout, mesh=mesh, report=report)
+    exact = {path: builder.decide(subject) for path, subject in _parameters(flat).items()}
+    tree = walk(flat, exact=exact, report=lambda path, problem: None)
+    leaves = tuple(x._replace(parameter=None) if _is_preconditioner(x) else x for x in tree.leaves)
+    plan = builder.plan(StateTree(leaves, tree.treedef), rules)
+    if builder.unmatched:
+        builder.report(builder.unmatched[0], unmatched_problem(builder.unmatched))
+    return plan
+
+
+def _plain(path: str, problem: Problem) -> None:
+    """Raises a problem of an array, without the words of T5X for logical axes."""
+    raise ValueError(problem.message if problem.kind == 'unmatched' else f'{path}: {problem[1]}')
+
+
+@dataclasses.dataclass(kw_only=True)
+class _LayoutBuilder(PlanBuilder):
+    """Lays out every array by a layout, and collects the arrays that no rule matches."""
+
+    layout: Layout
+    unmatched: list[str] = dataclasses.field(default_factory=list)
+
+    def decide(self, subject: Subject) -> tuple[ResolvedDimension, ...]:
+        """The dimensions of an array; its problems are reported."""
+        return self._reported(subject, self.layout.decide(subject, self.mesh))
+
+    def _reported(self, subject: Subject, decision: Decision) -> tuple[ResolvedDimension, ...]:
+        for problem in decision[1]:
+            if problem.kind == 'unmatched':
+                self.unmatched.append('/'.join(subject.path))
+            else:
+                self.report('/'.join(subject.path), problem)
+        return tuple(decision[0])
+
+    def nameless(self, leaf: Leaf) -> PlanRow:
+        subject = Subject(leaf.path, leaf.array)
+        decision = self.layout.decide(subject, self.mesh)
+        if nbytes(leaf.array) <= SMALL and any(p.kind == 'unmatched' for p in decision[1]):
+            dimensions = whole(subject, 'no partition rule matches this small array')
+        else:
+            dimensions = self._reported(subject, decision)
+        return self.row(leaf.path, leaf.array, leaf.role, dimensions)
+
+
+def _is_preconditioner(leaf: Leaf | Any) -> bool:
+    """Whether a statistic has dimensions that its parameter lacks, and would be whole therefore."""
+    if not isinstance(leaf, Leaf) or leaf.parameter is None or not is_array(leaf.array):
+        return False
+    if None not in leaf.dims or nbytes(leaf.array) <= SMALL:
+        return False
+    return not any(d.mesh_axes for d in leaf.pick(leaf.parameter.names) if d is not None)
+
+
+def _parameters(flat: FlatState) -> Mapping[Path, Subject]:
+    """The parameters of a state, or all of its arrays if nothing distinguishes them."""
+    entries = [entry for entry in flat.entries if entry.carrier != 'metadata']
+    outside = _outside_optimizers(flat.state, entries)
+    roots = parameter_roots([e for e in outside if not _is_bookkeeping(e)] or entries)
+    held = {entry.path: entry for entry in entries}
+    stacked = stacked_dimensions({'/'.join(path): held[path].shape for path in roots})
+    subjects = {}
+    for path, root in roots.items():
+        _, leaf, array, _, carrier = held[path]
+        carried = carried_names(leaf, path) if carrier else None
+        names = () if carried is None else carried.names
+        named = next((dim for dim, name in enumerate(names) if name in _STACKS), None)
+        layers = stacked.get('/'.join(path), named)
+        subjects[path] = Subject(path, array, len(root), names, layers)
+    return subjects
+
+
+def _is_bookkeeping(entry: Entry) -> bool:
+    """Whether a leaf is a step number or a random key, next to the trees of the state."""
+    dtype = getattr(entry.array, 'dtype', None)
+    floating = dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
+    return len(entry.path) == 1 and not floating
+
+
+def _outside_optimizers(state: Any, entries: Sequence[Entry]) -> list[Entry]:
+    """The leaves that are not in a NamedTuple like those that hold the state of optax."""
+
+    def is_optimizer(x: Any) -> bool:
+        named = isinstance(x, tuple) and hasattr(x, '_fields')
+        return named and x is not state and type(x).__name__.endswith('State')
+
+    flat = jax.tree_util.tree_leaves_with_path(
+        state, is_leaf=lambda x: is_carrier(x) or is_optimizer(x)
+    )
+    inside = {key_names(path) for path, x in flat if is_optimizer(x)}
+    return [e for e in entries if not any(e.path[:n] in inside for n in range(len(e.path) + 1))]
+
+
+def stacked_dimensions(shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """The dimension that counts layers, for each array that has one.
+
+    All arrays of a scanned subtree have this dimension, those that have only one dimension in a
+    single layer too. It is the first dimension, or the second as T5X and MaxText stack layers.
+
+    Args:
+      shapes: the shape of each array, by path.
+    """
+    subtrees: dict[str, list[str]] = {}
+    for path in shapes:
+        keys = path.split('/')
+        for n in range(len(keys)):
+            subtrees.setdefault('/'.join(keys[:n]), []).append(path)
+    found: dict[str, int] = {}
+    for _, paths in sorted(subtrees.items(), key=lambda subtree: len(subtree[1]), reverse=True):
+        if any(path in found for path in paths):
+            continue
+        inside = {path: shapes[path] for path in paths}
+        dim = next((dim for dim in (0, 1) if _are_stacked(inside, dim)), None)
+        if dim is not None:
+            found |= dict.fromkeys(paths, dim)
+    return found
+
+
+def _are_stacked(shapes: Mapping[str, Shape], dim: int) -> bool:
+    ranks = {len(shape) for shape in shapes.values()}
+    if min(ranks) < 2 or max(ranks) < 3 or (dim == 1 and len(shapes) < 4):
+        return False
+    if len({shape[dim] for shape in shapes.values()}) > 1:
+        return False
+    single = {path: (*shape[:dim], *shape[dim + 1 :]) for path, shape in shapes.items()}
+    # Every layer has vectors, such as biases, whose sizes are sizes of its matrices too. This is
+    # what distinguishes layers from, say, attention heads.
+    vectors = {path: shape[0] for path, shape in single.items() if len(shape) == 1}
+    others = {size for path, shape in single.items() if path not in vectors for size in shape}
+    return (
+        bool(vectors)
+        and {*vectors.values()} <= others
+        and not any(path.endswith('kernel') for path in vectors)
+        and next(iter(shapes.values()))[dim] <= _MOST_LAYERS
+    )
 
 
 def build_plan(
@@ -65,9 +232,7 @@ def build_plan(
         if not replicate:
             raise
         return lay_out_state(state, RuleLayout((), rules.rules), rules, mesh, report)
-    return _RuleBuilder(rules, mesh, report, {} if replicate else _too_large(tree)).plan(
-        tree, rules
-    )
+    return _RuleBuilder(rules=rules, tree=tree, mesh=mesh, report=report).plan(tree, rules)
 
 
 def lint(rules: RuleSet, mesh: MeshLike, state: Any = None) -> tuple[Finding, ...]:
@@ -99,15 +264,54 @@ def _ignore(path: str, problem: Problem) -> None:
     """Accepts an array without names, which the policy replicates."""
 
 
+@dataclasses.dataclass(kw_only=True)
 class _RuleBuilder(PlanBuilder):
-    """Lays out parameters by logical axis rules, and reports `large` arrays without names."""
+    """Lays out parameters by logical axis rules, and reports large arrays without names."""
 
-    def __init__(self, rules: RuleSet, mesh: MeshLike, report: Report, large: Shapes):
-        super().__init__(mesh, report)
-        self._rules, self._large = rules, large
+    rules: RuleSet
+    tree: StateTree[Leaf]
+
+    @functools.cached_property
+    def _large(self) -> dict[Path, tuple[int, ...]]:
+        """The arrays that nobody names and that are too large to be replicated silently."""
+        if self.rules.rules.on_unmatched == 'replicate':
+            return {}
+        return {
+            x.path: shape_of(x.array)
+            for x in self.tree.leaves
+            if isinstance(x, Leaf) and x.parameter is None and not (x.said_none or x.problematic)
+            if is_array(x.array) and nbytes(x.array) > SMALL
+        }
 
     def resolve(self, role: Role, parameter: Parameter) -> Decision:
-        return _resolve_parameter(role, parameter, self._rules, self.mesh)
+        separate = role == 'optimizer' and self.rules.optimizer_rules is not None
+        rules = self.rules.optimizer_rules if separate else self.rules.rules
+        assert rules is not None
+        if parameter.rules:
+            rules = rules.with_rules((*parameter.rules, *rules))
+        resolved, problems = try_resolve(
+            parameter.names,
+            rules,
+            mesh=self.mesh,
+            shape=parameter.shape,
+            axes_as_names=parameter.axes_as_names,
+        )
+        note = ''
+        if (covered := parameter.num_carried) is not None:
+            rank = len(resolved)
+            names = f'the names {parameter.carried} cover {covered} of {rank} dimensions'
+            nothing = without_name(f'{NOT_COVERED}: {names}')
+            resolved = (*resolved[:covered], *[nothing] * (rank - covered))
+            note = f'. The names cover the first {covered} of {rank} dimensions: {OF_LAYERS}'
+        own = parameter.mesh
+        if own is not None and dict(own.shape) != dict(axis_sizes(self.mesh)):
+            message = (
+                f'the names are for the mesh {describe_axes(own.shape)}, but the mesh is '
+                f'{describe_axes(self.mesh)}'
+            )
+            problems = (*problems, Problem('conflict', message))
+        note += ' (by optimizer_axis_rules)' if separate else ''
+        return resolved, tuple(p._replace(message=p.message + note) for p in problems)
 
     def nameless(self, leaf: Leaf) -> PlanRow | Unplanned:
         if leaf.said_none:
@@ -126,53 +330,7 @@ def _without_axes(rank: int) -> Unplanned:
     return Unplanned(AxisNames(*(None,) * rank), None)
 
 
-def _resolve_parameter(
-    role: Role, parameter: Parameter, rules: RuleSet, mesh: MeshLike
-) -> Decision:
-    of_role = rules.of_role(role)
-    if parameter.rules:
-        of_role = of_role.with_rules((*parameter.rules, *of_role))
-    resolved, problems = try_resolve(
-        parameter.names,
-        of_role,
-        mesh=mesh,
-        shape=parameter.shape,
-        axes_as_names=parameter.axes_as_names,
-    )
-    if (covered := parameter.num_carried) is not None:
-        resolved = (*resolved[:covered], *_not_covered(parameter))
-        note = f'. The names cover the first {covered} of {len(resolved)} dimensions: {OF_LAYERS}'
-        problems = tuple(p._replace(message=p.message + note) for p in problems)
-    if parameter.mesh is not None and dict(parameter.mesh.shape) != dict(axis_sizes(mesh)):
-        message = (
-            f'the names are for the mesh {describe_axes(parameter.mesh.shape)}, but the mesh is '
-            f'{describe_axes(mesh)}'
-        )
-        problems = (*problems, Problem('conflict', message))
-    if role == 'optimizer' and rules.optimizer_rules is not None:
-        note = ' (by optimizer_axis_rules)'
-        problems = tuple(p._replace(message=p.message + note) for p in problems)
-    return resolved, problems
-
-
-def _not_covered(parameter: Parameter) -> list[ResolvedDimension]:
-    """The dimensions after those that the names of a parameter cover."""
-    names, rank = parameter.carried, len(parameter.names)
-    reason = f'{NOT_COVERED}: the names {names} cover {len(names)} of {rank} dimensions'
-    return [without_name(reason)] * (rank - len(names))
-
-
-def _too_large(tree: StateTree[Leaf]) -> Shapes:
-    """The arrays that nobody names and that are too large to be replicated silently."""
-    return {
-        x.path: shape_of(x.array)
-        for x in tree.leaves
-        if isinstance(x, Leaf) and x.parameter is None and not (x.said_none or x.problematic)
-        if is_array(x.array) and nbytes(x.array) > SMALL
-    }
-
-
-def _replicated_silently(leaf: Leaf, large: Shapes, mesh: MeshLike) -> Problem:
+def _replicated_silently(leaf: Leaf, large: Mapping[Path, Shape], mesh: MeshLike) -> Problem:
     """The problem of one of the `large` arrays, with what to write for all of them."""
     others = len(large) - 1
     alike = f' So would the bytes of {others} more arrays.' if others else ''

@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from partitioning.plan.layouts import RuleLayout, RuleSet, WordLayout
-from partitioning.plan.partition_rules import rule_str
+from partitioning.plan.layouts import RuleLayout, RuleSet, WordLayout, rule_str
 from partitioning.plan.rows import NO_NAMES, NOT_COVERED, OF_LAYERS, PlanRow, dimension_str
 from partitioning.rules import (
     AxisRules,

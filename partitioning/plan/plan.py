@@ -17,7 +17,7 @@ from partitioning.plan.audit import Audit, audit_rows, check_fixed_point
 from partitioning.plan.findings import Finding, row_findings, rule_findings
 from partitioning.plan.layouts import RuleSet
 from partitioning.plan.plan_file import from_json, to_json
-from partitioning.plan.rows import PlanRow, shard_shape
+from partitioning.plan.rows import PlanRow, check_layout_of, shard_shape
 from partitioning.plan.tables import count, shape_str, spec_or_padded_str, text_table
 from partitioning.rules import (
     AxisNames,
@@ -29,6 +29,7 @@ from partitioning.rules import (
     nearest,
     to_spec,
 )
+from partitioning.state import unbox
 from partitioning.state.traversal import StateTree
 
 
@@ -51,12 +52,17 @@ class InitProgram(NamedTuple):
       jit_for: returns the jitted function that makes the state in the layout of a plan, over Auto
         axes, for arguments like these.
       finish: moves the state that it made to the axes of the mesh.
-      abstract_state: the state as ShapeDtypeStructs, without boxes.
+      named_state: the state as ShapeDtypeStructs, with its boxes.
     """
 
     jit_for: Callable[..., Any]
     finish: Callable[[Plan, Any], Any]
-    abstract_state: Any
+    named_state: Any
+
+    @property
+    def abstract_state(self) -> Any:
+        """The state as ShapeDtypeStructs, without boxes."""
+        return unbox(self.named_state)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -236,7 +242,7 @@ class Plan:
         changed = {}
         for path, spec in specs.items():
             row = self[path]
-            shard = shard_shape(path, row.shape, spec, self.mesh)
+            check_layout_of(path, row.shape, spec, self.mesh)
             both: Any = boundary_spec(spec), getattr(spec, 'inside', spec)
             entries = [[*s, *[None] * (len(row.shape) - len(s))] for s in both]
             dimensions = tuple(
@@ -250,7 +256,9 @@ class Plan:
                 for d, outside, inside in zip(row.dimensions, *entries, strict=True)
             )
             changed[path] = row._replace(
-                dimensions=dimensions, spec=to_spec(dimensions), shard_shape=shard
+                dimensions=dimensions,
+                spec=to_spec(dimensions),
+                shard_shape=shard_shape(row.shape, dimensions, self.mesh),
             )
 
         def swap(x: Any) -> Any:

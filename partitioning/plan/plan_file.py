@@ -33,9 +33,9 @@ import jax
 import jax.numpy as jnp
 
 from partitioning.hardware import CompilerOption
-from partitioning.plan.rows import PlanRow, make_row
-from partitioning.rules import MeshLike, ResolvedDimension, axis_sizes, is_count, nearest
-from partitioning.rules.dimensions import Policy
+from partitioning.plan.rows import PlanRow, check_layout_of, make_row
+from partitioning.rules import MeshLike, ResolvedDimension, axis_sizes, is_count, nearest, to_spec
+from partitioning.rules.names import Policy
 from partitioning.state import Role
 from partitioning.untrusted_text import parse_json
 
@@ -164,13 +164,10 @@ def row_from_json(row: Any, mesh: Mapping[str, int]) -> PlanRow:
     if row['role'] not in typing.get_args(Role):
         known = ', '.join(map(repr, typing.get_args(Role)))
         raise ValueError(f'{path}: "role" must be one of {known}, not {row["role"]!r}')
-    made = make_row(
-        path,
-        jax.ShapeDtypeStruct(tuple(shape), _dtype(path, row['dtype'])),
-        mesh,
-        [_dimension_from_json(path, dim, d) for dim, d in enumerate(dimensions)],
-        row['role'],
-    )
+    array = jax.ShapeDtypeStruct(tuple(shape), _dtype(path, row['dtype']))
+    resolved = [_dimension_from_json(path, dim, d) for dim, d in enumerate(dimensions)]
+    check_layout_of(path, array.shape, to_spec(resolved), mesh)
+    made = make_row(path, array, mesh, resolved, row['role'])
     figures = row_to_json(made)
     for name in ('shard_shape', 'bytes_total', 'bytes_per_device'):
         if row[name] != figures[name]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import PartitionSpec
 
 from partitioning.rules import (
     AxisNames,
@@ -116,48 +116,44 @@ def make_row(
       path: the place of the array in the state.
       array: the array.
       mesh: the mesh.
-      dimensions: one per dimension of the array.
+      dimensions: one per dimension of the array, with mesh axes that divide it; `check_layout_of`
+        checks this.
       role: what the array is for.
-
-    Raises:
-      ValueError: if the spec of the dimensions does not fit the mesh or the array.
     """
     shape = shape_of(array)
     if not hasattr(array, 'dtype'):
         array = jax.ShapeDtypeStruct(shape, jax.dtypes.result_type(array))
-    spec = to_spec(dimensions)
-    if len(dimensions) != len(shape):
-        check_spec(PartitionSpec(*[None] * len(dimensions)), mesh, path, shape)
     return PlanRow(
         path,
         shape,
         dtype_name(array.dtype),
         role,
         tuple(dimensions),
-        spec,
-        shard_shape(path, shape, spec, mesh),
+        to_spec(dimensions),
+        shard_shape(shape, dimensions, mesh),
         nbytes(array),
     )
 
 
-def shard_shape(path: str, shape: Sequence[int], spec: Spec, mesh: MeshLike) -> tuple[int, ...]:
-    """The shape of one device's shard.
+def shard_shape(
+    shape: Sequence[int], dimensions: Sequence[ResolvedDimension], mesh: MeshLike
+) -> tuple[int, ...]:
+    """The shape of one device's shard."""
+    shards = [num_shards(sharding_axes(d.mesh_axes), mesh) for d in dimensions]
+    return tuple(map(operator.floordiv, shape, shards))
+
+
+def check_layout_of(path: str, shape: Sequence[int], spec: Spec, mesh: MeshLike) -> None:
+    """Checks that an array of this shape can have a spec.
 
     Raises:
       ValueError: if the spec does not fit the mesh or the shape, if it leaves a dimension
         UNCONSTRAINED, or if a PaddedSpec pads a dimension whose size is divisible.
     """
-    outside = boundary_spec(spec)
-    check_definite(outside, path)
-    check_layout(outside, mesh, path, shape)
-    if isinstance(spec, PaddedSpec):
-        _check_padded(path, shape, spec, mesh)
-    axes = map(sharding_axes, dimension_axes(outside, len(shape)))
-    return tuple(size // num_shards(a, mesh) for size, a in zip(shape, axes, strict=True))
-
-
-def _check_padded(path: str, shape: Sequence[int], spec: PaddedSpec, mesh: MeshLike) -> None:
-    """Raises ValueError unless the two specs differ exactly where a size does not divide."""
+    check_definite(boundary_spec(spec), path)
+    check_layout(boundary_spec(spec), mesh, path, shape)
+    if not isinstance(spec, PaddedSpec):
+        return
     check_spec(spec.inside, mesh, f'{path}, padded', shape)
     inner, outer = (dimension_axes(s, len(shape)) for s in (spec.inside, spec.outside))
     if inner == outer:

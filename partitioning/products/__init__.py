@@ -5,7 +5,6 @@ scattered sums inside a shard_map, in the rounds that the machine needs.
 """
 
 from partitioning.products.dense import multiply as multiply
-from partitioning.products.sharing import scattering_by as scattering_by
 from partitioning.products.sums import (
     find_rounds as find_rounds,
     in_rounds as in_rounds,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
+from partitioning.products.sums import GRADIENT_RULES
 from partitioning.rules import (
     LogicalAxisRules,
     drop_axes_of_names,
@@ -17,10 +16,6 @@ from partitioning.rules import (
     manual_axes,
     resolve_axes,
     sharding_axes,
-)
-
-_gradient_rules: contextvars.ContextVar[LogicalAxisRules | None] = contextvars.ContextVar(
-    'rules of gradients', default=None
 )
 
 
@@ -65,23 +60,6 @@ class Sharing(NamedTuple):
         return tuple(axis for axis in self.axes if axis not in scattered)
 
 
-@contextlib.contextmanager
-def scattering_by(rules: LogicalAxisRules | None) -> Iterator[None]:
-    """Lays out gradients that are traced in this context by rules of their own.
-
-    Under ZeRO, an optimizer's state is divided further than the weights are. Gradients that are
-    scattered as the state is are never whole.
-
-    Args:
-      rules: the rules for the optimizer's state, or None if the rules of the weights apply.
-    """
-    token = _gradient_rules.set(rules)
-    try:
-        yield
-    finally:
-        _gradient_rules.reset(token)
-
-
 def parse(equation: str) -> Equation:
     """Parses an einsum of two arrays, such as 'BLD,DF->BLF'.
 
@@ -114,7 +92,7 @@ def find_sharing(
       equation: the letters of the arrays.
       x, w: the rows and the weights.
       x_names, w_names: their logical axes.
-      rules: the logical axis rules of the context. Those of `scattering_by` lay out the gradient.
+      rules: the logical axis rules of the context. GRADIENT_RULES, if set, lay out the gradient.
 
     Returns:
       None if no mesh axis shards both the summed dimensions and the weights, if there is no mesh or
@@ -124,7 +102,7 @@ def find_sharing(
     if mesh.empty or not rules or AxisType.Explicit in mesh.axis_types:
         return None
     of_x = _axes_of_letters(equation.rows, x_names, x.shape, rules, mesh)
-    of_gradient = rules if (own := _gradient_rules.get()) is None else own
+    of_gradient = rules if (own := GRADIENT_RULES.get()) is None else own
     of_w = _axes_of_letters(equation.weights, w_names, w.shape, of_gradient, mesh)
     rows = tuple((letter, of_x[letter]) for letter in equation.summed if of_x[letter])
     summed = {axis for _, axes in rows for axis in axes}

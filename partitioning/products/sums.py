@@ -15,13 +15,19 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from partitioning.hardware import has_coords, places_of, slice_bounds
-from partitioning.rules import as_tuple
+from partitioning.rules import LogicalAxisRules, as_tuple
 
 # The sizes of the rounds along an axis, whose product is the size of the axis.
 Rounds = tuple[int, ...]
 
 _of_program: contextvars.ContextVar[Mapping[str, Rounds] | None] = contextvars.ContextVar(
     'rounds of the axes', default=None
+)
+# The rules that lay out gradients, if they differ from the rules of the weights. Under ZeRO, an
+# optimizer's state is divided further than the weights are. Gradients that are scattered as the
+# state is are never whole.
+GRADIENT_RULES: contextvars.ContextVar[LogicalAxisRules | None] = contextvars.ContextVar(
+    'rules of gradients', default=None
 )
 
 
@@ -57,7 +63,7 @@ def sum_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 def _scatter_along(axis: str, x: jax.Array, dimension: int) -> jax.Array:
     size = jax.lax.axis_size(axis)
-    order = np.arange(size).reshape(_rounds_along(axis) or (size,))
+    order = np.arange(size).reshape((_of_program.get() or {}).get(axis, (size,)))
     for number, together in enumerate(order.shape):
         groups = np.moveaxis(order, number, -1).reshape(-1, together).tolist()
         x = jax.lax.psum_scatter(
@@ -90,18 +96,19 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
 
 
 @contextlib.contextmanager
-def in_rounds(rounds: Mapping[str, Rounds]) -> Iterator[None]:
-    """Sums that are traced in this context take these rounds, and one along all other axes."""
-    token = _of_program.set(rounds)
+def in_rounds(
+    rounds: Mapping[str, Rounds], gradient_rules: LogicalAxisRules | None = None
+) -> Iterator[None]:
+    """Sums that are traced in this context take these rounds, and one along all other axes.
+
+    Gradients are scattered by `gradient_rules`; None means the rules of the weights.
+    """
+    tokens = _of_program.set(rounds), GRADIENT_RULES.set(gradient_rules)
     try:
         yield
     finally:
-        _of_program.reset(token)
-
-
-def _rounds_along(axis: str) -> Rounds | None:
-    """Returns the rounds along an axis of the mesh that is traced for, or None for a single one."""
-    return (_of_program.get() or {}).get(axis)
+        _of_program.reset(tokens[0])
+        GRADIENT_RULES.reset(tokens[1])
 
 
 @functools.lru_cache(maxsize=32)

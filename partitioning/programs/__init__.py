@@ -1,10 +1,9 @@
 """Functions compiled over a mesh: as fast as plain `jax.jit`, and with errors that name arguments.
 
 `partitioned_function` has the object that `partition` returns, and `contexts` sets the mesh and the
-rules while a function is traced. What `partition` accepts is checked in `boundary`; layouts that
-jax.jit does not accept are applied by `inner_layouts`, and functions that Explicit axes refuse are
-traced by `explicit_axes`. `trace_log` counts traces. What runs only after a failure is in
-`explaining`.
+rules while a function is traced. What `partition` accepts is checked in `boundary`. `inner_layouts`
+applies layouts that jax.jit does not accept, and traces functions that Explicit axes refuse.
+`trace_log` counts traces. What runs only after a failure is in `explaining`.
 """
 
 from partitioning.programs.contexts import PjittedFnWithContext as PjittedFnWithContext

@@ -13,8 +13,8 @@ import jax
 from jax.sharding import Mesh
 
 from partitioning.hardware import described_cudnn
-from partitioning.hardware.compiler_errors import own_compiler_errors
-from partitioning.products import find_rounds, in_rounds, scattering_by
+from partitioning.hardware.compilers import own_compiler_errors
+from partitioning.products import find_rounds, in_rounds
 from partitioning.rules import AxisRules, LogicalAxisRules
 
 
@@ -108,31 +108,23 @@ def in_context(
 def _context(
     mesh: Mesh, rules: LogicalAxisRules, gradient_rules: LogicalAxisRules | None = None
 ) -> Iterator[None]:
+    """Errors of jax, flax and optax inside become ValueErrors that say what to write."""
     from flax.core import spmd  # heavy, and only tracing needs it
 
     from partitioning.state.linen import boxes_like_ours
 
-    with (
-        _own_errors(rules),
-        spmd.logical_axis_rules(rules),
-        in_rounds(find_rounds(mesh)),
-        scattering_by(gradient_rules),
-        boxes_like_ours(),
-        described_cudnn(mesh),
-        contextlib.ExitStack() as stack,
-    ):
-        # nnx would lay out variables where they are created. It fails if the rank of a statistic
-        # is not the rank of its parameter. Here the shardings decide.
-        if 'flax.nnx' in sys.modules:
-            stack.enter_context(sys.modules['flax.nnx'].use_eager_sharding(False))
-        yield
-
-
-@contextlib.contextmanager
-def _own_errors(rules: LogicalAxisRules) -> Iterator[None]:
-    """Raises ValueErrors that say what to write for errors of jax, flax and optax in a trace."""
+    # nnx would lay out variables where they are created. It fails if the rank of a statistic is not
+    # the rank of its parameter. Here the shardings decide.
+    nnx = sys.modules.get('flax.nnx')
     try:
-        yield
+        with (
+            spmd.logical_axis_rules(rules),
+            in_rounds(find_rounds(mesh), gradient_rules),
+            boxes_like_ours(),
+            described_cudnn(mesh),
+            contextlib.nullcontext() if nnx is None else nnx.use_eager_sharding(False),
+        ):
+            yield
     except Exception as error:
         from partitioning.programs.explaining.trace_errors import translate
 

@@ -12,11 +12,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from partitioning.hardware import check_options, num_cached
-from partitioning.programs.boundary import PartitionSettings, find_boundary
+from partitioning.programs.boundary import PartitionSettings, check_donation, find_boundary
 from partitioning.programs.contexts import PjittedFnWithContext, in_context
-from partitioning.programs.donation import check_donation
-from partitioning.programs.explicit_axes import auto_where_needed
-from partitioning.programs.inner_layouts import lay_out_inside
+from partitioning.programs.inner_layouts import auto_where_needed, lay_out_inside
 from partitioning.programs.trace_log import TraceLog, observe
 from partitioning.programs.tree_matching import have_same_paths
 from partitioning.rules import LogicalAxisRules, check_has_devices

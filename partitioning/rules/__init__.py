@@ -1,27 +1,19 @@
 """Logical axis names -> PartitionSpec, with a reason for every dimension; and every check.
 
-`axes` describes mesh axes; `names` logical axes and rules; `checks` holds each check of axes, ranks
-and sizes once; `resolve` is the one resolution; `policies` treats sizes that are not divisible;
-`inside_shard_map` drops Manual axes; `dimensions` is the result; `standard` has ready-made
-rules.
+`checks` describes mesh axes and has each check of axes, ranks and sizes once; `names` has logical
+axes, rules and the dimensions that they resolve to; `resolve` is the one resolution, with policies
+for sizes that are not divisible, and without the Manual axes of a shard_map; `standard` has
+ready-made rules.
 """
 
-from partitioning.rules.axes import (
+from partitioning.rules.checks import (
     MeshAxes as MeshAxes,
     MeshLike as MeshLike,
-    as_tuple as as_tuple,
-    axis_sizes as axis_sizes,
-    describe_axes as describe_axes,
-    from_tuple as from_tuple,
-    is_count as is_count,
-    nearest as nearest,
-    num_shards as num_shards,
-    sharding_axes as sharding_axes,
-)
-from partitioning.rules.checks import (
     Problem as Problem,
     ProblemError as ProblemError,
     Report as Report,
+    as_tuple as as_tuple,
+    axis_sizes as axis_sizes,
     check_axes as check_axes,
     check_definite as check_definite,
     check_has_devices as check_has_devices,
@@ -29,31 +21,21 @@ from partitioning.rules.checks import (
     check_rank as check_rank,
     check_spec as check_spec,
     definite_problems as definite_problems,
+    describe_axes as describe_axes,
+    from_tuple as from_tuple,
     indivisible as indivisible,
+    is_count as is_count,
     names_rank_problem as names_rank_problem,
+    nearest as nearest,
+    num_shards as num_shards,
     padding_problems as padding_problems,
     raise_problem as raise_problem,
     rank_problem as rank_problem,
+    sharding_axes as sharding_axes,
     sharding_str as sharding_str,
     size_problems as size_problems,
     sizes_that_fit as sizes_that_fit,
     spec_str as spec_str,
-)
-from partitioning.rules.dimensions import (
-    PaddedSpec as PaddedSpec,
-    ResolvedDimension as ResolvedDimension,
-    Rule as Rule,
-    Spec as Spec,
-    boundary_spec as boundary_spec,
-    dimension_axes as dimension_axes,
-    fill_unconstrained as fill_unconstrained,
-    to_spec as to_spec,
-)
-from partitioning.rules.inside_shard_map import (
-    drop_axes as drop_axes,
-    drop_axes_of_names as drop_axes_of_names,
-    free_axes as free_axes,
-    manual_axes as manual_axes,
 )
 from partitioning.rules.names import (
     AxisNames as AxisNames,
@@ -61,16 +43,26 @@ from partitioning.rules.names import (
     LogicalAxisRules as LogicalAxisRules,
     OnIndivisible as OnIndivisible,
     OnUnmatched as OnUnmatched,
+    PaddedSpec as PaddedSpec,
+    ResolvedDimension as ResolvedDimension,
+    Rule as Rule,
+    Spec as Spec,
     add_axis as add_axis,
+    boundary_spec as boundary_spec,
     check_rules as check_rules,
+    dimension_axes as dimension_axes,
+    fill_unconstrained as fill_unconstrained,
     remove_axis as remove_axis,
-)
-from partitioning.rules.policies import (
-    apply_policies as apply_policies,
-    largest_divisor as largest_divisor,
+    to_spec as to_spec,
 )
 from partitioning.rules.resolve import (
+    apply_policies as apply_policies,
+    drop_axes as drop_axes,
+    drop_axes_of_names as drop_axes_of_names,
+    free_axes as free_axes,
+    largest_divisor as largest_divisor,
     logical_to_mesh_axes as logical_to_mesh_axes,
+    manual_axes as manual_axes,
     resolve_axes as resolve_axes,
     try_resolve as try_resolve,
 )

@@ -8,27 +8,36 @@ policy decides about sizes that their mesh axes do not divide.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from partitioning.rules.axes import (
+from partitioning.rules.checks import (
     MeshAxes,
     MeshLike,
-    as_tuple,
-    axis_sizes,
-    nearest,
-    sharding_axes,
-)
-from partitioning.rules.checks import (
     Problem,
+    as_tuple,
     axis_problems,
+    axis_sizes,
+    from_tuple,
+    indivisible,
     names_rank_problem,
+    nearest,
+    num_shards,
+    sharding_axes,
+    sizes_that_fit,
 )
-from partitioning.rules.dimensions import ResolvedDimension, Rule, to_spec
-from partitioning.rules.names import AxisRules, LogicalAxisRules, OnIndivisible, OnUnmatched
-from partitioning.rules.policies import apply_policies
+from partitioning.rules.names import (
+    AxisRules,
+    LogicalAxisRules,
+    OnIndivisible,
+    OnUnmatched,
+    ResolvedDimension,
+    Rule,
+    to_spec,
+)
 
 
 def resolve_axes(
@@ -108,10 +117,16 @@ def try_resolve(
         )
     names = tuple(names)
     sizes = None if mesh is None else axis_sizes(mesh)
-    given = {d: n for d, n in enumerate(names) if _is_mesh_axes(n, rules, sizes, axes_as_names)}
+    known = {rule[0] for rule in rules}
+    # The names that stand for mesh axes.
+    given = {
+        dim: name
+        for dim, name in enumerate(names)
+        if isinstance(name, tuple)
+        or (axes_as_names and sizes is not None and name in sizes and name not in known)
+    }
     problems = [*_name_problems(names, shape), *_axis_problems(names, rules, given, sizes)]
     resolved = _match(names, rules, given, sizes or {})
-    known = {rule[0] for rule in rules}
     for dim, one in enumerate(resolved):
         if not isinstance(one.name, str) or dim in given or one.name in known:
             continue
@@ -123,17 +138,6 @@ def try_resolve(
     if sizes is not None and shape is not None and len(shape) == len(names):
         problems += apply_policies(resolved, shape, sizes, rules.on_indivisible)
     return tuple(resolved), tuple(problems)
-
-
-def _is_mesh_axes(
-    name: Any, rules: LogicalAxisRules, sizes: Mapping[str, int] | None, axes_as_names: bool
-) -> bool:
-    """Whether an entry of the names stands for mesh axes and not for a logical name."""
-    if isinstance(name, tuple):
-        return True
-    if not axes_as_names or sizes is None or not isinstance(name, str) or name not in sizes:
-        return False
-    return not any(rule[0] == name for rule in rules)
 
 
 def _match(
@@ -232,3 +236,125 @@ def _unmatched(name: str, names: tuple[Any, ...], known: set[str]) -> Problem:
         f'no rule for logical axis {name!r} of {names}.{nearest(name, known)} Add ({name!r}, None) '
         f"to the rules to replicate it, or ({name!r}, '<mesh axis>') to shard it",
     )
+
+
+def apply_policies(
+    resolved: list[ResolvedDimension],
+    shape: Sequence[int],
+    mesh: MeshLike,
+    policy: OnIndivisible,
+) -> Iterator[Problem]:
+    """Applies a policy, in place, to the dimensions whose size is not divisible.
+
+    Args:
+      resolved: the dimensions of an array.
+      shape: the global shape of the array.
+      mesh: the mesh. Axes that it lacks are ignored, because they are another problem.
+      policy: the policy. Under 'error', each such size is a problem.
+    """
+    sizes = axis_sizes(mesh)
+    for dim, one in enumerate(resolved):
+        axes = [axis for axis in sharding_axes(one.mesh_axes) if axis in sizes]
+        if shape[dim] % num_shards(axes, sizes) == 0:
+            continue
+        if policy == 'error':
+            name = one.name if isinstance(one.name, str) else None
+            policies = ('replicate', 'drop_axis', 'pad')
+            yield indivisible(dim, shape, axes, sizes, name=name, policies=policies)
+        else:
+            resolved[dim] = apply_policy(one, shape[dim], sizes, policy)
+
+
+def apply_policy(
+    resolved: ResolvedDimension, size: int, mesh: MeshLike, policy: OnIndivisible
+) -> ResolvedDimension:
+    """Applies a policy to a dimension whose size is not divisible by its number of shards.
+
+    Args:
+      resolved: the dimension as the rules lay it out.
+      size: the size of the dimension.
+      mesh: the mesh.
+      policy: 'replicate', 'drop_axis' or 'pad'; see `resolve_axes`.
+    """
+    wanted = sharding_axes(resolved.mesh_axes)
+    shards = num_shards(wanted, mesh)
+    kept = largest_divisor(size, wanted, mesh) if policy == 'drop_axis' else ()
+    fits = sizes_that_fit(size, shards)
+    why = f'size {size} is not divisible by {shards}'
+    dropped = ', '.join(axis for axis in wanted if axis not in kept)
+    reason = {
+        'replicate': f'{why}, so it is replicated',
+        'drop_axis': f'{why}, so it is not sharded over {dropped}',
+        'pad': f'{why}, so it is whole here and padded to {fits[-1]} inside partitioned functions',
+    }[policy]
+    decides = bool(kept) or policy == 'pad'
+    rule = resolved.rule or (str(resolved.name), resolved.mesh_axes)
+    return dataclasses.replace(
+        resolved,
+        mesh_axes=from_tuple(kept),
+        rule=resolved.rule if decides else None,
+        lost=resolved.lost if decides else (*resolved.lost, (rule, why)),
+        reason=reason,
+        policy=policy,
+        fits=fits,
+    )
+
+
+def largest_divisor(size: int, axes: tuple[str, ...], mesh: MeshLike) -> tuple[str, ...]:
+    """The subset of the axes that divides a size into the most shards.
+
+    Among equals, the largest subset wins, and then the first.
+    """
+    subsets = (c for n in range(len(axes), -1, -1) for c in itertools.combinations(axes, n))
+    dividing = (subset for subset in subsets if size % num_shards(subset, mesh) == 0)
+    return max(dividing, key=lambda subset: num_shards(subset, mesh))
+
+
+def manual_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """The Manual axes of a mesh, in its order."""
+    typed = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(axis for axis, kind in typed if kind == AxisType.Manual)
+
+
+def free_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """The axes of a mesh that no surrounding `jax.shard_map` has made Manual, in its order."""
+    manual = manual_axes(mesh)
+    return tuple(axis for axis in mesh.axis_names if axis not in manual)
+
+
+def drop_axes(spec: PartitionSpec, dropped: Set[str]) -> PartitionSpec:
+    """A spec without some mesh axes."""
+    return PartitionSpec(*(_without(entry, dropped) for entry in spec))
+
+
+def drop_axes_of_names(
+    names: Sequence[Any], rules: LogicalAxisRules, mesh: MeshLike, dropped: Set[str]
+) -> tuple[tuple[Any, ...], AxisRules]:
+    """Names and rules that resolve to what the given ones resolve to, without some mesh axes.
+
+    The given rules are resolved with all mesh axes, because a Manual axis is still taken: the same
+    rules win inside a shard_map and outside.
+
+    Args:
+      names: logical names or tuples of mesh axes, as for `resolve_axes`.
+      rules: the logical axis rules.
+      mesh: the mesh, with the axes that are dropped.
+      dropped: the mesh axes to drop.
+
+    Returns:
+      The names without the dropped axes, and one rule per logical name, with the same policies.
+
+    Raises:
+      ValueError: if `resolve_axes` raises it.
+    """
+    resolved = resolve_axes(names, rules, mesh=mesh)
+    left = [(d.name, _without(d.mesh_axes, dropped)) for d in resolved if isinstance(d.name, str)]
+    kept = tuple(_without(name, dropped) if isinstance(name, tuple) else name for name in names)
+    return kept, AxisRules(rules).with_rules(left)
+
+
+def _without(entry: Any, dropped: Set[str]) -> Any:
+    """One entry of a spec without some mesh axes; None and UNCONSTRAINED stay."""
+    if not dropped & {*sharding_axes(entry)}:
+        return entry
+    return from_tuple([axis for axis in as_tuple(entry) if axis not in dropped])

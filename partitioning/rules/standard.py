@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from partitioning.rules.axes import MeshAxes, as_tuple, from_tuple, nearest
+from partitioning.rules.checks import MeshAxes, as_tuple, from_tuple, nearest
 from partitioning.rules.names import AxisRules, LogicalAxisRules, check_rules
 
 _BATCH_AXES = ('replica', 'data', 'fsdp', 'expert')

@@ -7,13 +7,13 @@ The files of this package, in the order in which a state passes through them:
   follow: the parameter that each array of an optimizer belongs to.
   traversal: the one walk over a state, which uses all of the above.
 
-In addition, `structures` has the rest of a state: boxes, static fields and leaves that are not
-arrays. `train_state` defines a train state like T5X's, `linen` defines corrected linen boxes, and
-`conversion` translates between linen, nnx and T5X. The last two import flax, so they are loaded on
-first use.
+In addition, `structures` compares trees whose static fields differ. `train_state` defines a train
+state like T5X's, `linen` defines corrected linen boxes, and `conversion` translates between linen,
+nnx and T5X. The last two import flax, so they are loaded on first use.
 """
 
 from partitioning.state.boxes import (
+    KnownBoxes as KnownBoxes,
     Parameter as Parameter,
     Path as Path,
     array_leaves as array_leaves,
@@ -22,16 +22,12 @@ from partitioning.state.boxes import (
     path_str as path_str,
     shape_of as shape_of,
     unbox as unbox,
+    with_boxes as with_boxes,
 )
 from partitioning.state.path_names import (
     PathRules as PathRules,
     check_path_rules as check_path_rules,
     override_params_axes_names as override_params_axes_names,
-)
-from partitioning.state.structures import (
-    BoxedState as BoxedState,
-    check_only_arrays as check_only_arrays,
-    with_boxes as with_boxes,
 )
 from partitioning.state.train_state import (
     TrainState as TrainState,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -109,6 +109,48 @@ def flatten_state(state: Any) -> FlatState:
         return state
     flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_carrier)
     return FlatState(state, [make_entry(key_names(path), x) for path, x in flat], treedef)
+
+
+# For states with boxes: the paths and shapes of all arrays, with the box of each array or None.
+KnownBoxes = Mapping[tuple[tuple[Path, tuple[int, ...]], ...], Sequence[Any]]
+_KEPT = 8  # the number of states whose boxes are remembered
+
+
+def with_boxes(state: Any, known: KnownBoxes) -> tuple[FlatState, KnownBoxes]:
+    """A state with its boxes, which is initialized with boxes and trained without them.
+
+    Args:
+      state: a pytree, abstract or not. If it carries no names at all, it gets the boxes of the
+        known state whose arrays have the same paths and shapes. The dtypes and the static fields
+        may differ.
+      known: the boxes that are remembered.
+
+    Returns:
+      The state, and the boxes to remember from now on, the latest first. They hold no arrays.
+    """
+    flat = flatten_state(state)
+    carriers = {entry.carrier for entry in flat.entries}
+    if 'box' not in carriers and (not known or carriers != {None}):
+        return flat, known
+    arrays = tuple([(entry.path, entry.shape) for entry in flat.entries])
+    if 'box' in carriers:
+        boxes = [_emptied(x.leaf) if x.carrier == 'box' else None for x in flat.entries]
+        others = [kept for kept in known.items() if kept[0] != arrays]
+        return flat, dict([(arrays, boxes), *others][:_KEPT])
+    if arrays not in known:
+        return flat, known
+    leaves = [
+        x.array if box is None else rebox(box, x.array)
+        for box, x in zip(known[arrays], flat.entries, strict=True)
+    ]
+    return flatten_state(jax.tree.unflatten(flat.treedef, leaves)), known
+
+
+def _emptied(box: Any) -> Any:
+    """The box, or the boxes inside one another, without an array that takes memory."""
+    if type(box.value) is jax.ShapeDtypeStruct:
+        return box
+    return box.replace(value=_emptied(box.value) if is_box(box.value) else 0)
 
 
 def make_entry(path: Path, leaf: Any) -> Entry:

@@ -6,6 +6,7 @@ statistic ends with the path of its parameter, or has one more key (SM3 keeps a 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
@@ -23,29 +24,27 @@ _STACKED_AXES = frozenset({'layers', 'stack', 'stage', 'expert'})
 Dims = tuple[int | None, ...]
 
 
-@functools.cache
-def all_dims(rank: int) -> Dims:
-    """The dimensions of an array that has the dimensions of its parameter."""
-    return tuple(range(rank))
-
-
+@dataclasses.dataclass(frozen=True)
 class Parameters:
     """The parameters of a state, looked up by the last keys of a path.
 
-    Args:
+    Attributes:
       by_path: for each path inside a tree, the parameters with this path; several trees can have
         one. If the state has only one parameter, the empty path has it too.
     """
 
-    def __init__(self, by_path: Mapping[Path, Sequence[Parameter]]):
-        self._by_path = by_path
-        self._lengths = sorted({len(path) for path in by_path} - {0}, reverse=True)
+    by_path: Mapping[Path, Sequence[Parameter]]
+
+    @functools.cached_property
+    def _lengths(self) -> list[int]:
+        """The lengths of the paths, the longest first."""
+        return sorted({len(path) for path in self.by_path} - {0}, reverse=True)
 
     @functools.cached_property
     def _by_suffix(self) -> dict[Path, list[Parameter]]:
         """The parameters by each proper suffix of their paths."""
         found: dict[Path, list[Parameter]] = {}
-        for path, parameters in self._by_path.items():
+        for path, parameters in self.by_path.items():
             for start in range(1, len(path)):
                 found.setdefault(path[start:], []).extend(parameters)
         return found
@@ -70,9 +69,9 @@ class Parameters:
             return None, no_dims
         candidates = []
         for length in self._lengths:
-            if (parameters := self._by_path.get(path[-length:])) is not None:
+            if (parameters := self.by_path.get(path[-length:])) is not None:
                 if same := [p for p in parameters if p.shape == shape]:
-                    return _nearest_path(path, same), all_dims(len(shape))
+                    return _nearest_path(path, same), tuple(range(len(shape)))
                 candidates.append(parameters)
         if path[-1].isdecimal() and (owner := self._listed(path, int(path[-1]), shape)):
             return owner, (int(path[-1]),)
@@ -94,7 +93,7 @@ class Parameters:
     def _listed(self, path: Path, dim: int, shape: tuple[int, ...]) -> Parameter | None:
         """The parameter of entry `dim` of a list with one statistic per dimension, as in SM3."""
         for length in self._lengths:
-            for p in self._by_path.get(path[-1 - length : -1], ()):
+            for p in self.by_path.get(path[-1 - length : -1], ()):
                 if p.shape is not None and p.shape[dim : dim + 1] == shape:
                     return p
         return None
@@ -104,7 +103,7 @@ class Parameters:
     ) -> tuple[Parameter, Dims] | None:
         """The only parameter that fits, if the optimizer got a subtree or a single array."""
         for start in range(len(path) + 1):
-            candidates = (self._by_suffix if path[start:] else self._by_path).get(path[start:], ())
+            candidates = (self._by_suffix if path[start:] else self.by_path).get(path[start:], ())
             for fits in (
                 [p for p in candidates if p.shape == shape],
                 [p for p in candidates if p.shape is not None and shape[1:] == p.shape],

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -186,36 +185,17 @@ def _box_result(init: Callable[..., Any], box: Any, names: Any, **settings: Any)
     return boxed
 
 
-# linen creates and reads boxes while a partitioner traces a function over a mesh, where the methods
-# of flax fail for correct programs. DenseGeneral, for example, reads a box around a flat kernel,
-# which has fewer dimensions than names. flax has no hook for this. Therefore the three methods of
-# its two boxes that depend on a mesh or on names are replaced, once per process. At any other time,
-# the new methods call flax's methods.
-
 _TRACING: ContextVar[bool] = ContextVar('a partitioner is tracing', default=False)
-_LOCK = threading.Lock()
-_METHODS = ('unbox', 'add_axis', 'remove_axis')
 
 
 @contextlib.contextmanager
 def boxes_like_ours() -> Iterator[None]:
     """Inside this context, in this thread, flax's boxes behave like the boxes of this module."""
-    _replace_methods()
     token = _TRACING.set(True)
     try:
         yield
     finally:
         _TRACING.reset(token)
-
-
-def _replace_methods() -> None:
-    """Replaces the methods of flax's boxes. The second call finds nothing to replace."""
-    with _LOCK:
-        for box in (nn.Partitioned, nn.LogicallyPartitioned):
-            for name in _METHODS:
-                method = vars(box).get(name)  # LogicallyPartitioned inherits two of them
-                if method is not None and not hasattr(method, 'while_tracing'):
-                    setattr(box, name, _switch(method, getattr(Partitioned, name)))
 
 
 def _switch(flax_method: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -225,5 +205,15 @@ def _switch(flax_method: Callable[..., Any], ours: Callable[..., Any]) -> Callab
     def method(*args: Any, **kwargs: Any) -> Any:
         return (ours if _TRACING.get() else flax_method)(*args, **kwargs)
 
-    method.__dict__['while_tracing'] = ours
     return method
+
+
+# linen creates and reads boxes while a partitioner traces a function over a mesh, where the methods
+# of flax fail for correct programs. DenseGeneral, for example, reads a box around a flat kernel,
+# which has fewer dimensions than names. flax has no hook for this. Therefore the three methods of
+# its two boxes that depend on a mesh or on names are replaced here. At any other time, the new
+# methods call flax's methods.
+for _name in ('unbox', 'add_axis', 'remove_axis'):
+    for _box in (nn.Partitioned, nn.LogicallyPartitioned):
+        if _name in vars(_box):  # LogicallyPartitioned inherits two of them
+            setattr(_box, _name, _switch(vars(_box)[_name], getattr(Partitioned, _name)))

@@ -72,7 +72,7 @@ def named_arrays(
     if exact is not None:
         return _exactly_named(entries, exact)
     carried = _carried(entries)
-    roots = _roots(*_candidates(entries, carried, bool(overrides)))
+    roots = _roots(entries, carried, bool(overrides))
     if not roots:
         raise NoNamesError(
             "Missing axis names: no parameter of the state has any. PjitPartitioner(layout='fsdp') "
@@ -120,7 +120,7 @@ class RuleTarget(NamedTuple):
 def rule_targets(entries: Sequence[Entry]) -> list[RuleTarget]:
     """The arrays that path rules can name: all but those that follow a parameter."""
     carried = _carried(entries)
-    roots = _roots(*_candidates(entries, carried, True))
+    roots = _roots(entries, carried, True)
     arrays = _arrays(entries)
     without = {path: (None,) * len(arrays[path].shape) for path in roots}
     known = _known(_parameters(without, arrays), roots, {}, {})
@@ -144,7 +144,7 @@ def _path_texts(roots: Mapping[Path, Path], paths: Iterable[Path]) -> dict[Path,
 
 def parameter_roots(entries: Sequence[Entry]) -> Mapping[Path, Path]:
     """The paths of all parameters, with names or without, each with the path of its tree."""
-    return _roots(*_candidates(entries, {}, True))
+    return _roots(entries, {}, True)
 
 
 def _exactly_named(entries: Sequence[Entry], exact: Mapping[Path, tuple[Any, ...]]) -> NamedArrays:
@@ -204,20 +204,6 @@ def _is_parameter(entry: Entry, trees: set[Path]) -> bool:
     return False
 
 
-def _candidates(
-    entries: Sequence[Entry], carried: Mapping[Path, Parameter], overridden: bool
-) -> tuple[list[Path], Mapping[Path, tuple[int, ...]]]:
-    """The paths that may be parameters, and the shapes of all arrays that they may be copies of."""
-    variables = [entry for entry in entries if entry.carrier == 'variable']
-    optimizer = {entry.path for entry in variables if is_optimizer_variable(entry.leaf)}
-    if not overridden:
-        shapes = {path: parameter.shape or () for path, parameter in carried.items()}
-        return [path for path in shapes if path not in optimizer] or list(shapes), shapes
-    shapes = {path: entry.shape for path, entry in _arrays(entries).items()}
-    parameters = [entry.path for entry in variables if is_parameter_variable(entry.leaf)]
-    return parameters or [path for path in shapes if path not in optimizer], shapes
-
-
 def _parameters(
     names: Mapping[Path, tuple[Any, ...]], arrays: Mapping[Path, Entry]
 ) -> dict[Path, Parameter]:
@@ -262,13 +248,28 @@ def _carried(entries: Sequence[Entry]) -> dict[Path, Parameter]:
     return named
 
 
-def _roots(paths: Sequence[Path], shapes: Mapping[Path, tuple[int, ...]]) -> dict[Path, Path]:
-    """The parameters among the paths of arrays, each with the path of its tree.
+def _roots(
+    entries: Sequence[Entry], carried: Mapping[Path, Parameter], overridden: bool
+) -> dict[Path, Path]:
+    """The paths of parameters, each with the path of its tree.
 
     The parameters are below the key 'params' that is nearest to the top of the state, because
     states of optimizers may contain that key at greater depth. If no path contains it, all paths
     are parameters, in one tree.
+
+    Args:
+      entries: the leaves of the state.
+      carried: the arrays that carry names.
+      overridden: whether path rules name arrays, so that arrays without names are parameters too.
     """
+    variables = [entry for entry in entries if entry.carrier == 'variable']
+    optimizer = {entry.path for entry in variables if is_optimizer_variable(entry.leaf)}
+    shapes = {path: parameter.shape or () for path, parameter in carried.items()}
+    paths = [path for path in shapes if path not in optimizer] or list(shapes)
+    if overridden:
+        shapes = {path: entry.shape for path, entry in _arrays(entries).items()}
+        paths = [entry.path for entry in variables if is_parameter_variable(entry.leaf)]
+        paths = paths or [path for path in shapes if path not in optimizer]
     depths = {path: path.index('params') + 1 for path in paths if 'params' in path}
     if not depths:
         keys = zip(*(path[:-1] for path in paths), strict=False)

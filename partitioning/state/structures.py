@@ -1,135 +1,16 @@
-"""What a state has in addition to arrays: the boxes around them, and static fields.
+"""Trees that differ from a state in static fields or in depth, leaf by leaf.
 
-A state is initialized with boxes that name its arrays, and trained without them. Its static fields,
-such as the optimizer in Flax's TrainState, are made anew by each trace of an init function and are
-never equal, although jax compares them with the static fields of the tree of shardings.
+The static fields of a state, such as the optimizer in Flax's TrainState, are made anew by each
+trace of an init function and are never equal, although jax compares them with the static fields of
+the tree of shardings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-
-from partitioning.state.boxes import (
-    FlatState,
-    Path,
-    flatten_state,
-    is_box,
-    path_str,
-    rebox,
-)
-
-_KEPT = 8  # the number of states whose boxes are remembered
-
-
-class BoxedState(NamedTuple):
-    """The boxes of a state, without its arrays.
-
-    Attributes:
-      arrays: the path and the shape of every array.
-      boxes: for every array its box, which holds nothing that needs memory; or None if it has none.
-    """
-
-    arrays: Sequence[tuple[Path, tuple[int, ...]]]
-    boxes: Sequence[Any]
-
-
-def with_boxes(
-    state: Any, known: tuple[BoxedState, ...]
-) -> tuple[FlatState, tuple[BoxedState, ...]]:
-    """A state with its boxes.
-
-    Args:
-      state: a pytree, abstract or not. If it carries no names at all, it gets the boxes of the
-        first known state whose arrays have the same paths and shapes. The dtypes and the static
-        fields may differ.
-      known: the states that are remembered.
-
-    Returns:
-      The state, and the states to remember from now on, the latest first.
-    """
-    flat = flatten_state(state)
-    carriers = {entry.carrier for entry in flat.entries}
-    has_boxes = 'box' in carriers
-    if not has_boxes and (not known or carriers != {None}):
-        return flat, known
-    arrays = [(entry.path, entry.shape) for entry in flat.entries]
-    same = next((other for other in known if other.arrays == arrays), None)
-    if has_boxes:
-        boxes = [_emptied(x.leaf) if x.carrier == 'box' else None for x in flat.entries]
-        latest = BoxedState(arrays, boxes)
-        return flat, (latest, *(other for other in known if other is not same))[:_KEPT]
-    if same is None:
-        return flat, known
-    leaves = [
-        x.array if box is None else rebox(box, x.array)
-        for box, x in zip(same.boxes, flat.entries, strict=True)
-    ]
-    return flatten_state(jax.tree.unflatten(flat.treedef, leaves)), known
-
-
-def _emptied(box: Any) -> Any:
-    """The box, or the boxes inside one another, without an array that takes memory."""
-    if type(box.value) is jax.ShapeDtypeStruct:
-        return box
-    return box.replace(value=_emptied(box.value) if is_box(box.value) else 0)
-
-
-def check_only_arrays(tree: Any, function: str) -> None:
-    """Checks that a result can be stored in arrays.
-
-    Args:
-      tree: the result, a pytree. Python numbers count as arrays.
-      function: the name of the function that returned it.
-
-    Raises:
-      ValueError: with the path of the first leaf that is not an array.
-    """
-    if tree is None:
-        raise ValueError(f'{function} returned None: end it with `return state`')
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not _is_array(leaf):
-            where = f' at {path_str(path)}' if path else ''
-            raise ValueError(
-                f'{function} returned {_description(leaf)}{where}, which is not an array: '
-                f'{_way_out(leaf, bool(path))}'
-            )
-
-
-def _is_array(x: Any) -> bool:
-    try:
-        jax.typeof(x)
-    except (TypeError, ValueError):  # ValueError: the object only knows how to become an array
-        return False
-    return not isinstance(x, jax.ShapeDtypeStruct)  # some versions of jax take it for an array
-
-
-def _description(x: Any) -> str:
-    if isinstance(x, str):
-        return f'the string {x[:40]!r}'
-    if callable(x) and hasattr(x, '__name__'):
-        return f'the function {x.__name__}'
-    kind, dtype = type(x).__name__, getattr(x, 'dtype', None)
-    article = 'an' if kind[0] in 'aeiouAEIOU' else 'a'
-    return f'{article} {kind}' + (f' of dtype {dtype}' if dtype is not None else '')
-
-
-def _way_out(x: Any, is_inside: bool) -> str:
-    if callable(x):
-        return (
-            'keep arrays only, for example eqx.partition(model, eqx.is_array)[0], and make the '
-            'rest a static field, such as flax.struct.field(pytree_node=False)'
-        )
-    if not is_inside:
-        return (
-            'return a pytree of arrays, such as a dict, and register your own class with '
-            'jax.tree_util.register_dataclass'
-        )
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return 'call the function that makes it instead of jax.eval_shape'
-    return 'keep it outside, or make it a static field: flax.struct.field(pytree_node=False)'
 
 
 def _is_none(x: Any) -> bool:

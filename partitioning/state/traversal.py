@@ -33,7 +33,7 @@ from partitioning.state.boxes import (
     key_names,
     shape_of,
 )
-from partitioning.state.follow import Dims, all_dims
+from partitioning.state.follow import Dims
 from partitioning.state.naming import NamedArrays, named_arrays
 from partitioning.state.path_names import PathRules
 
@@ -69,9 +69,9 @@ class Leaf(NamedTuple):
     problematic: bool = False
     covered: tuple[tuple[Path, Any], ...] = ()
 
-    def pick(self, of_parameter: Sequence[Any]) -> tuple[Any, ...]:
+    def pick(self, of_parameter: Sequence[Any], otherwise: Any = None) -> tuple[Any, ...]:
         """The entries of a sequence, one per dimension of the parameter, that match the leaf's."""
-        return tuple(None if d is None else of_parameter[d] for d in self.dims)
+        return tuple([otherwise if d is None else of_parameter[d] for d in self.dims])
 
     @property
     def names(self) -> AxisNames:
@@ -166,7 +166,7 @@ def _leaf(entry: Entry, known: NamedArrays, report: Report) -> Leaf | Any:
     path, leaf, array, shape, carrier = entry
     own = known.parameters.get(path)
     if own is not None and len(own.names) == len(shape):
-        return Leaf(path, array, 'parameters', own, all_dims(len(shape)))
+        return Leaf(path, array, 'parameters', own, tuple(range(len(shape))))
     if carrier == 'metadata':
         return leaf
     try:
@@ -200,7 +200,7 @@ def _origin(
             return role, own._replace(shape=owner.shape), dims
     if len(own.names) != len(shape):
         raise ProblemError(names_rank_problem(own.names, shape))
-    return role, own, all_dims(len(shape))
+    return role, own, tuple(range(len(shape)))
 
 
 def _as_it_says(state: Any, said: Any) -> StateTree[Leaf]:
@@ -280,4 +280,4 @@ def _leaf_as_said(path: Path, names: Any, held: Any) -> Leaf:
         covered = () if is_array else tuple(((*path, *p), x) for p, x in array_leaves(held))
         return Leaf(path, array, role, None, dims, said_none=True, covered=covered)
     shape = None if array is None else shape_of(array)
-    return Leaf(path, array, role, Parameter(path, tuple(names), shape), all_dims(len(names)))
+    return Leaf(path, array, role, Parameter(path, tuple(names), shape), tuple(range(len(names))))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from partitioning.plan.partition_rules import check_partition_rules
+from partitioning.plan.layouts import check_partition_rules
 from partitioning.plan.rows import SMALL
 from partitioning.plan.tables import Table, count, shape_str, text_tables
 from partitioning.rules import spec_str

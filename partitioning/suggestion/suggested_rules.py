@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from partitioning.plan.by_layout import Shape, stacked_dimensions
+from partitioning.plan.by_rules import Shape, stacked_dimensions
 from partitioning.plan.rows import SMALL
 from partitioning.plan.tables import count
 from partitioning.rules import MeshLike

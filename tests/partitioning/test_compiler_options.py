@@ -19,8 +19,8 @@ from partitioning.hardware import (
     default_options,
     option_values,
 )
-from partitioning.hardware.compiler_errors import explain_compiler_error
-from partitioning.hardware.compiler_flags import explain_refusal
+from partitioning.hardware.compilers import explain_compiler_error
+from partitioning.hardware.compilers import explain_refusal
 from partitioning.hardware.jax_private import described_cudnn, num_cached, this_process
 
 pytestmark = [pytest.mark.core, pytest.mark.smoke]

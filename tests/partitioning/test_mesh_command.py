@@ -11,8 +11,7 @@ from mock_devices import gpus, tpu_slices, tpus
 
 from partitioning import create_mesh, default_mesh
 from partitioning.pictures.mesh_command import main
-from partitioning.pictures.mesh_drawing import draw_mesh
-from partitioning.pictures.mesh_text import mesh_picture
+from partitioning.pictures.mesh_drawing import draw_mesh, mesh_picture
 
 V5E_16X16 = """\
 v5e:16x16, links form rings along x, y

@@ -20,7 +20,7 @@ from partitioning import (
     visualize_sharding,
 )
 from partitioning.compat.torch_xla import mark_sharding
-from partitioning.pictures.shard_grid import compact_ids
+from partitioning.pictures.shards import compact_ids
 
 pytestmark = pytest.mark.core
 

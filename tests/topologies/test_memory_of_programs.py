@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from partitioning import CHIPS, MeshConfig, PjitPartitioner
 from partitioning.hardware import default_options, option_values
-from partitioning.hardware.compiler_errors import OutOfMemoryError
+from partitioning.hardware.compilers import OutOfMemoryError
 from partitioning.products import find_rounds, scatter_sum
 from partitioning.state.boxes import unbox
 from train.models.remat import Remat

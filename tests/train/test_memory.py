@@ -10,7 +10,7 @@ from flax import nnx
 
 from partitioning import MeshConfig, Partitioned, PjitPartitioner
 from partitioning.hardware import CHIPS
-from partitioning.hardware.compiler_errors import (
+from partitioning.hardware.compilers import (
     OutOfMemoryError,
     explain_compiler_error,
     needed_memory,

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from partitioning.products.recomputed import computed_again
+from partitioning.products.flops import computed_again
 from train.attention.settings import ATTENDED
 from train.attention.sight import Sight
 

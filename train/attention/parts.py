@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from partitioning.products.recomputed import computed_again
+from partitioning.products.flops import computed_again
 from train.attention.dot_product import masked_scores
 from train.attention.settings import SplashBlocks
 from train.attention.sight import Sight

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from partitioning.products.recomputed import computed_again
+from partitioning.products.flops import computed_again
 from train.errors import ConfigError
 from train.output_layer.logits import finish, multiply
 

@@ -12,7 +12,7 @@ import jax
 
 from meshwright import ProgramCosts, read_costs
 from partitioning.amounts import bytes_str
-from partitioning.hardware.compiler_errors import own_compiler_errors
+from partitioning.hardware.compilers import own_compiler_errors
 from partitioning.programs import PartitionedCallable
 from train.config import TrainConfig
 from train.errors import writing

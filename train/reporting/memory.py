@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType
 from partitioning import BasePartitioner, PjitPartitioner, Plan
 from partitioning.amounts import bytes_str
 from partitioning.hardware import chip_of
-from partitioning.hardware.compiler_errors import OutOfMemoryError, needed_memory
+from partitioning.hardware.compilers import OutOfMemoryError, needed_memory
 from partitioning.rules import axis_sizes, describe_axes
 from train.errors import ConfigError
 

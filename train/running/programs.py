@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from partitioning import TrainState
-from partitioning.hardware.compiler_errors import own_compiler_errors
+from partitioning.hardware.compilers import own_compiler_errors
 from partitioning.products.flops import count_flops
 from partitioning.programs.partitioned_function import (
     CompiledPartitionedCallable,

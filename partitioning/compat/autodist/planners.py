@@ -26,7 +26,7 @@ from partitioning.compat.autodist.variables import (
     describe_variables,
     given_variables,
 )
-from partitioning.compat.pytorch.sharding_plan import ShardingPlan, ShardingPlanner
+from partitioning.compat.pytorch.modules import ShardingPlan, ShardingPlanner
 from partitioning.rules import is_count
 
 

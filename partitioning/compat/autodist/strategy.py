@@ -28,7 +28,7 @@ from partitioning.compat.autodist.variables import (
     node_of,
     row_of,
 )
-from partitioning.compat.pytorch.sharding_plan import ShardingPlan
+from partitioning.compat.pytorch.modules import ShardingPlan
 from partitioning.compat.pytorch.trees import Places, parameters
 from partitioning.plan.tables import shape_str, text_table
 from partitioning.rules import MeshLike, nearest

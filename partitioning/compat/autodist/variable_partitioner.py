@@ -15,7 +15,7 @@ from partitioning.compat.autodist.planners import AutoDistPlanner
 from partitioning.compat.autodist.splits import PartitionerConfig, split_axis
 from partitioning.compat.autodist.strategy import Strategy
 from partitioning.compat.pytorch.entries import placed
-from partitioning.compat.pytorch.sharding_plan import ShardingPlan, ShardingPlanner
+from partitioning.compat.pytorch.modules import ShardingPlan, ShardingPlanner
 from partitioning.compat.pytorch.trees import is_variables
 from partitioning.constraints import lay_out
 from partitioning.plan import Plan, PlanRow, impose_plan, suffixes

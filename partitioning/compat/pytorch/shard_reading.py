@@ -9,12 +9,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from partitioning.compat.pytorch.shard_metadata import (
+from partitioning.compat.pytorch.sharding_specs import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
     ShardMetadata,
     check_tensor,
     validate_non_overlapping_shards_metadata,
 )
-from partitioning.compat.pytorch.sharding_specs import ChunkShardingSpec, EnumerableShardingSpec
 from partitioning.layout.ownership import index_bounds
 from partitioning.rules import MeshLike, check_layout
 

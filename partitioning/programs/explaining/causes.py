@@ -15,22 +15,19 @@ import jax
 from jax.sharding import AbstractMesh
 
 from partitioning.constraints import explain_batched_axis
-from partitioning.hardware.compiler_errors import explain_compiler_error
-from partitioning.programs.boundary import Boundary
-from partitioning.programs.donation import deletion_problems
-from partitioning.programs.explaining.argument_problems import (
-    entry_problems,
-    static_field_problems,
-    static_problems,
-    value_problems,
-)
+from partitioning.hardware.compilers import explain_compiler_error
+from partitioning.programs.boundary import Boundary, deletion_problems
 from partitioning.programs.explaining.misfits import (
     device_problems,
+    entry_problems,
     fit_problems,
     layout_problems,
     pmap_hint,
     result_problems,
     shard_hint,
+    static_field_problems,
+    static_problems,
+    value_problems,
 )
 from partitioning.programs.explaining.trace_errors import place_of
 from partitioning.programs.trace_log import RecompilationError, TraceLog, call_function
