@@ -14,7 +14,7 @@ from partitioning import (
     with_logical_partitioning,
 )
 from partitioning.partitioner import pjit
-from partitioning.plan import by_rules, matching
+from partitioning.plan import building, by_rules
 
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
@@ -58,7 +58,7 @@ def train_step(state, batch):
 def _walks(monkeypatch):
     """Counts the walks over states, of whichever module."""
     walk = Counted(by_rules.walk)
-    for module in (by_rules, matching):
+    for module in (by_rules, building):
         monkeypatch.setattr(module, 'walk', walk)
     return walk
 
