@@ -233,21 +233,19 @@ def explain_refusal(platform: str, written: str, values: tuple[str, ...]) -> str
         return None
     # A list of all flags may follow after two lines.
     words = set(re.findall(r'\w+', ' '.join(lines[end : end + 2])))
-    named = [pair for pair in _flags(values) if re.split(r'\W', pair[1].lstrip('-'))[0] in words]
+    named = [
+        f'{flag} in {variable}'
+        for variable, value in zip(FLAG_VARIABLES, values, strict=True)
+        for flag in value.split()
+        if re.split(r'\W', flag.lstrip('-'))[0] in words
+    ]
     if not named:
         return None
-    flags = ' and '.join(f'{flag} in {variable}' for variable, flag in named)
+    flags = ' and '.join(named)
     return (
         f'the compiler for {platform.upper()}s does not accept {flags}: remove it from the '
         'variable, or correct its name or its value'
     )
-
-
-def _flags(values: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """The flags in the values of the variables, each with its variable."""
-    for variable, value in zip(FLAG_VARIABLES, values, strict=True):
-        for flag in value.split():
-            yield variable, flag
 
 
 _UNKNOWN_OPTION = re.compile(r"No such compile option: '([^']*)'")
@@ -301,12 +299,15 @@ def own_compiler_errors(function: str, mesh: MeshLike) -> Iterator[None]:
 def explain_compiler_error(error: Exception, function: str, mesh: MeshLike) -> ValueError | None:
     """Returns the error to raise in place of an error of the compiler, or None if it is unknown."""
     text = str(error)
-    if (memory := _find_out_of_memory(text, function)) is not None:
-        return memory
+    if memory := _EXCEEDS.search(text):
+        needed, available = (int(float(memory[i]) * _UNITS[memory[i + 1]]) for i in (1, 3))
+        return OutOfMemoryError(function, needed, available)
     if unknown := _UNKNOWN_OPTION.search(text):
+        device = _first_device(mesh)
+        devices = 'these devices' if device is None else f'{device.device_kind} devices'
         return ValueError(
-            f'{function}: the compiler for {_describe_devices(mesh)} has no option '
-            f'{unknown[1]!r}: remove it from the compiler options, or correct its name'
+            f'{function}: the compiler for {devices} has no option {unknown[1]!r}: remove it from '
+            'the compiler options, or correct its name'
         )
     if bad := _BAD_VALUE.search(text):
         name, value, kind = bad.groups()
@@ -320,22 +321,6 @@ def explain_compiler_error(error: Exception, function: str, mesh: MeshLike) -> V
             f'{function}: the compiler option {name!r} cannot be {value!r}: write another value'
         )
     return None
-
-
-def _find_out_of_memory(text: str, function: str) -> OutOfMemoryError | None:
-    """Returns the error to raise in place of one of the compiler, if it is about memory.
-
-    Args:
-      text: the message of the compiler.
-      function: the name of the compiled function.
-    """
-    if (found := _EXCEEDS.search(text)) is None:
-        return None
-    needed, available = (
-        int(float(found[i]) * _UNITS[found[i + 1]])
-        for i in (1, 3)  # a number and its unit
-    )
-    return OutOfMemoryError(function, needed, available)
 
 
 def needed_memory(compiled: Any, mesh: MeshLike) -> int:
@@ -370,9 +355,3 @@ def check_memory(compiled: Any, function: str, mesh: MeshLike) -> None:
 def _first_device(mesh: MeshLike) -> Any:
     """The first device of a mesh, or None if it has only the sizes of its axes."""
     return mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
-
-
-def _describe_devices(mesh: Any) -> str:
-    """The kind of the devices of a mesh: 'TPU v5 lite devices'."""
-    device = _first_device(mesh)
-    return 'these devices' if device is None else f'{device.device_kind} devices'

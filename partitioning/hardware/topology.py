@@ -194,7 +194,13 @@ def _cuda_devices(chip: Chip, shape: Sequence[int], num_slices: int) -> tuple[Ja
     except NotImplementedError:
         pass
     try:
-        _load_cuda_plugins()
+        # jax has left the plugin out, when it looked for devices without cuDNN.
+        import jax_plugins
+
+        with _environment(_CUDA_ENVIRONMENT):
+            for found in pkgutil.iter_modules(jax_plugins.__path__):
+                if found.name.startswith('xla_cuda'):
+                    importlib.import_module(f'jax_plugins.{found.name}').initialize()
         return _devices(_CUDA_ENVIRONMENT, '', 'cuda', options)
     except (ImportError, NotImplementedError):
         raise RuntimeError(
@@ -234,16 +240,6 @@ def _target_config(chip: Chip) -> str:
         'dnn_version_info { major: 9 minor: 8 }\n'
         f'device_description_str: "{chip.device_kind}"\n'
     )
-
-
-def _load_cuda_plugins() -> None:
-    """Loads the plugin after jax has left it out, when it looked for devices without cuDNN."""
-    import jax_plugins
-
-    with _environment(_CUDA_ENVIRONMENT):
-        for found in pkgutil.iter_modules(jax_plugins.__path__):
-            if found.name.startswith('xla_cuda'):
-                importlib.import_module(f'jax_plugins.{found.name}').initialize()
 
 
 def _devices(
@@ -330,20 +326,20 @@ def from_cloud_name(name: str) -> str | None:
         return f'{chip}:{size}'
     count, rest = divmod(int(size), per_chip)
     flat = CHIPS[chip].dimensions == 2
-    shape = None if rest else (_plane(chip, count) if flat else _cuboid(chip, count))
+    shape: tuple[int, ...] | None = None
+    if flat and not rest and count in _sizes(chip):
+        shape = _PLANES[count]
+    elif not flat and not rest:
+        shape = _cuboid(chip, count)
     if shape is None:
         counted = f'{per_chip} TensorCores per chip' if per_chip > 1 else 'chips'
-        sizes = [f'{kind}-{n * per_chip}' for n in _sizes(chip)]
+        sizes = [n * per_chip for n in _sizes(chip)]
+        nearest_size = min(sizes, key=lambda n: abs(math.log(n / int(size))))
         raise ValueError(
             f'no machine {name!r} is offered, whose number counts {counted}: write, for example, '
-            f'{min(sizes, key=lambda s: _distance(s, size))!r}, or its chips as in '
-            f"'{chip}:{'4x4' if flat else '4x4x4'}'"
+            f"'{kind}-{nearest_size}', or its chips as in '{chip}:{'4x4' if flat else '4x4x4'}'"
         )
     return f'{chip}:{"x".join(map(str, shape))}'
-
-
-def _plane(chip: str, count: int) -> tuple[int, ...] | None:
-    return _PLANES.get(count) if count in _sizes(chip) else None
 
 
 def _cuboid(chip: str, count: int) -> tuple[int, ...] | None:
@@ -370,7 +366,3 @@ def _sizes(chip: str) -> list[int]:
         alone = chip in ('v5e', 'v6e')  # they are offered with one chip, the others with four
         return [n for n in _PLANES if n <= most and (n > 1 or alone)]
     return [*_PARTS, *(_CUBE**3 * n for n in range(1, _MOST_CUBES[chip] + 1))]
-
-
-def _distance(name: str, size: str) -> float:
-    return abs(math.log(int(name.rpartition('-')[2]) / int(size)))

@@ -50,7 +50,9 @@ def local_to_global(
         if batch_size is None:
             batch_size = shape[0] // len(batch.chunk) * batch.num_shards
         _check_layout(spec, mesh, name, (batch_size, *shape[1:]))
-        _check_integers_fit(name, leaf)
+        array = np.asarray(leaf)
+        if array.dtype.kind in 'iu':
+            _check_integers_fit(name, array)
     return jax.tree.map(lambda leaf: _global_array(leaf, batch), local_batch)
 
 
@@ -151,10 +153,9 @@ def _check_rows(
     )
 
 
-def _check_integers_fit(name: str, leaf: Any) -> None:
+def _check_integers_fit(name: str, array: np.ndarray) -> None:
     """Raises ValueError if jax would truncate integers of 64 bits to 32 bits."""
-    array = np.asarray(leaf)
-    kept = jax.dtypes.canonicalize_dtype(array.dtype) if array.dtype.kind in 'iu' else array.dtype
+    kept = jax.dtypes.canonicalize_dtype(array.dtype)
     if kept != array.dtype and array.size and (array.astype(kept) != array).any():
         raise ValueError(
             f'{name}, {array.dtype} of shape {array.shape}, has integers beyond {kept}, which jax '

@@ -179,7 +179,11 @@ class MeshConfig:
           ValueError: if the sizes do not fit the devices; the message has sizes that do.
           RuntimeError: if `topology` needs a compiler that is not installed.
         """
-        names, grid = self._place(self._find_devices())
+        if self.topology is not None:
+            devices = list(_described_devices(self.topology, self.num_slices or 1))
+        else:
+            devices = list(self.devices or check_devices(None, self.backend))
+        names, grid = self._place(devices)
         if self.num_expert_partitions is not None:
             names, grid = split_experts(names, grid, self.num_expert_partitions)
         types = cast(tuple[AxisType, ...], self.axis_types)
@@ -220,11 +224,6 @@ class MeshConfig:
     @property
     def _names(self) -> tuple[str, ...]:
         return tuple(dict(self.axes))
-
-    def _find_devices(self) -> list[JaxDevice]:
-        if self.topology is not None:
-            return list(_described_devices(self.topology, self.num_slices or 1))
-        return check_devices(None, self.backend) if self.devices is None else list(self.devices)
 
     def _place(self, devices: list[JaxDevice]) -> tuple[tuple[str, ...], np.ndarray]:
         """Returns the names of the axes, and the devices in their places."""

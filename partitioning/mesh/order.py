@@ -123,20 +123,15 @@ def _order_on_torus(grid: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     if theirs is None:
         return ring_order(torus, shape, whole_row_major=kind not in TWO_CORES)
     trays = kind in TWO_CORES or (kind in _TRAYS and grid.size <= _LARGEST_TRAY)
-    if not trays or _is_ring_of_eight(kind, grid.size, shape):
+    # Users of jax know the order of these shapes, even if it is not the shortest ring.
+    known = kind != 'TPU7x' and grid.size == 8 and shape == (2, 4)
+    if not trays or (8 in (grid.size, shape[-1]) if kind in TWO_CORES else known):
         return theirs
     # jax's order of a tray suits one mesh shape only, so ours may have shorter rings.
     ours = ring_order(torus, shape, whole_row_major=False)
     pairs = list(zip(mean_hops(torus, ours), mean_hops(torus, theirs), strict=True))
     better = all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
     return ours if better else theirs
-
-
-def _is_ring_of_eight(kind: str, number: int, shape: tuple[int, ...]) -> bool:
-    """Whether users of jax know the order of this shape, even if it is not the shortest ring."""
-    if kind in TWO_CORES:
-        return 8 in (number, shape[-1])
-    return kind != 'TPU7x' and number == 8 and shape == (2, 4)
 
 
 def _jax_order(grid: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -56,15 +56,13 @@ def multiply(
     dtype = jnp.dtype(x.dtype if gradient_dtype is None else gradient_dtype)
     if sharing is None and dtype == x.dtype:
         return jnp.einsum(equation, x, w.astype(x.dtype))
-    return _multiply(letters, sharing, dtype, *_varying_alike(x, w))
-
-
-def _varying_alike(*arrays: jax.Array) -> Iterator[jax.Array]:
-    """Yields arrays of a shard_map, which then sums the gradients of those that do not vary."""
-    alike = {axis for array in arrays for axis in varying_axes(array)}
-    for array in arrays:
-        more = tuple(alike - varying_axes(array))
-        yield jax.lax.pcast(array, more, to='varying') if more else array
+    # In a shard_map both vary along the same axes, so it sums the gradient of one that does not.
+    of_x, of_w = varying_axes(x), varying_axes(w)
+    if of_w - of_x:
+        x = jax.lax.pcast(x, tuple(of_w - of_x), to='varying')
+    if of_x - of_w:
+        w = jax.lax.pcast(w, tuple(of_x - of_w), to='varying')
+    return _multiply(letters, sharing, dtype, x, w)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -43,14 +43,6 @@ def count_runs(equation: Any) -> int:
     return 1
 
 
-def count_devices(equation: Any) -> int:
-    """Returns on how many devices the bodies of an equation run, each with a part of the arrays."""
-    params = equation.params
-    if equation.primitive.name != 'shard_map':
-        return 1
-    return math.prod(params['mesh'].shape[axis] for axis in params['newly_manual_axes'])
-
-
 def count_scan_arguments(params: Mapping[str, Any]) -> tuple[int, int]:
     """Returns how many arguments of a `scan` are the same in all iterations, and how many carried.
 
@@ -123,7 +115,11 @@ def _count_equation(equation: Any, *, kernels: bool, recomputed: bool, dense: bo
     inner = [count_jaxpr_flops(body, **counted) for body in bodies_of(equation)]
     if name == 'cond':
         return max(inner, default=0.0)
-    return math.fsum(inner) * count_runs(equation) * count_devices(equation)
+    devices = 1
+    if name == 'shard_map':  # its body runs on each of these, with the shapes of one shard
+        sizes, axes = equation.params['mesh'].shape, equation.params['newly_manual_axes']
+        devices = math.prod(sizes[axis] for axis in axes)
+    return math.fsum(inner) * count_runs(equation) * devices
 
 
 def product_flops(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -106,11 +106,17 @@ def find_sharing(
     of_w = _axes_of_letters(equation.weights, w_names, w.shape, of_gradient, mesh)
     rows = tuple((letter, of_x[letter]) for letter in equation.summed if of_x[letter])
     summed = {axis for _, axes in rows for axis in axes}
-    weights = tuple(_scattered(of_w, summed))
+    weights = []
+    for letter, axes in of_w.items():
+        # A dimension is divided over its first axes first, so that the gradient can be scattered
+        # over the first of them, but not over a later one alone.
+        count = next((i for i, axis in enumerate(axes) if axis not in summed), len(axes))
+        if count and not summed & {*axes[count:]}:
+            weights.append((letter, axes[:count]))
     kept = tuple((k, axes) for k, axes in of_w.items() if axes and not summed & {*axes})
     used = {axis for axes in (*of_x.values(), *of_w.values()) for axis in axes}
     unused = tuple(axis for axis in free_axes(mesh) if axis not in used)
-    return Sharing(rows, weights, kept, unused) if weights else None
+    return Sharing(rows, tuple(weights), kept, unused) if weights else None
 
 
 def _axes_of_letters(
@@ -132,16 +138,3 @@ def _axes_of_letters(
         letter: tuple(axis for axis in axes if mesh.shape[axis] > 1)
         for letter, axes in zip(letters, found, strict=True)
     }
-
-
-def _scattered(
-    of_weights: Mapping[str, tuple[str, ...]], summed: set[str]
-) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The letters of the weights with the first of their mesh axes, those that are summed over.
-
-    A dimension is divided over its first axes first, so a later one alone cannot be scattered over.
-    """
-    for letter, axes in of_weights.items():
-        count = next((i for i, axis in enumerate(axes) if axis not in summed), len(axes))
-        if count and not summed & {*axes[count:]}:
-            yield letter, axes[:count]

@@ -49,8 +49,18 @@ def scatter_sum(x: jax.Array, axes: str | tuple[str, ...], dimension: int) -> ja
 
     def scatter(x: jax.Array) -> jax.Array:
         for axis in as_tuple(axes):
-            if jax.lax.axis_size(axis) > 1:
-                x = _scatter_along(axis, x, dimension)
+            size = jax.lax.axis_size(axis)
+            rounds = (_of_program.get() or {}).get(axis, (size,))
+            order = np.arange(size).reshape(rounds)
+            for number, together in enumerate(rounds if size > 1 else ()):
+                groups = np.moveaxis(order, number, -1).reshape(-1, together).tolist()
+                x = jax.lax.psum_scatter(
+                    x,
+                    axis,
+                    scatter_dimension=dimension,
+                    axis_index_groups=groups if together < size else None,
+                    tiled=True,
+                )
         return x
 
     return _in_dtype_of_sums(scatter, x)
@@ -59,21 +69,6 @@ def scatter_sum(x: jax.Array, axes: str | tuple[str, ...], dimension: int) -> ja
 def sum_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Sums an array over Manual mesh axes, and every device along them has the sum."""
     return _in_dtype_of_sums(lambda x: jax.lax.psum(x, axes), x) if axes else x
-
-
-def _scatter_along(axis: str, x: jax.Array, dimension: int) -> jax.Array:
-    size = jax.lax.axis_size(axis)
-    order = np.arange(size).reshape((_of_program.get() or {}).get(axis, (size,)))
-    for number, together in enumerate(order.shape):
-        groups = np.moveaxis(order, number, -1).reshape(-1, together).tolist()
-        x = jax.lax.psum_scatter(
-            x,
-            axis,
-            scatter_dimension=dimension,
-            axis_index_groups=groups if together < size else None,
-            tiled=True,
-        )
-    return x
 
 
 def _in_dtype_of_sums(add: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
@@ -134,14 +129,10 @@ def find_rounds(mesh: Mesh | AbstractMesh) -> Mapping[str, Rounds]:
             continue
         if len(devices) <= 4 or bounds == (2, 4, 1):
             continue
-        last = _straight(places)
+        # The number of the first devices that lie on one line of the torus.
+        moves = np.diff(places, axis=0)
+        turns = np.flatnonzero((moves != moves[0]).any(axis=1))
+        last = int(turns[0]) + 1 if len(turns) else len(places)
         if last < len(devices) and len(devices) % last == 0:
             found[axis] = len(devices) // last, last
     return found
-
-
-def _straight(places: np.ndarray) -> int:
-    """Returns how many of the first devices of an axis lie on one line of the torus."""
-    moves = np.diff(places, axis=0)
-    turns = np.flatnonzero((moves != moves[0]).any(axis=1))
-    return int(turns[0]) + 1 if len(turns) else len(places)

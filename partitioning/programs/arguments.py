@@ -48,7 +48,10 @@ class Arguments:
     def __init__(self, fn: Callable[..., Any]):
         if not callable(fn):
             raise ValueError(f'the first argument of partition must be a function, not {fn!r}')
-        self.function = _name(fn)
+        named = fn
+        while isinstance(named, functools.partial):
+            named = named.func
+        self.function = getattr(named, '__name__', type(named).__name__)
         self.signature: inspect.Signature | None = None
         with contextlib.suppress(TypeError, ValueError):
             self.signature = inspect.signature(fn)
@@ -76,12 +79,15 @@ class Arguments:
             self.signature.bind(*args, **kwargs)
         except TypeError as error:
             known = self.signature.parameters
+            # Annotations can be long.
+            bare = inspect.Signature([p.replace(annotation=p.empty) for p in known.values()])
             text, hint = str(error), ''
             unknown = [name for name in kwargs if name not in known]
             if unknown and all(p.kind is not p.VAR_KEYWORD for p in known.values()):
                 text = f'got an unexpected keyword argument {unknown[0]!r}'
                 hint = nearest(unknown[0], known)
-            return TypeError(f'{self.function}() {text}; its signature is {self._shown()}.{hint}')
+            signature = f'{self.function}{bare}'
+            return TypeError(f'{self.function}() {text}; its signature is {signature}.{hint}')
         return None
 
     def check_indices(self, indices: int | Sequence[int], setting: str) -> tuple[int, ...]:
@@ -103,27 +109,11 @@ class Arguments:
                     f'not {index!r}'
                 )
             if not self.unlimited and not -count <= index < count:
+                listed = ', '.join(f'{name} ({i})' for i, name in enumerate(self.positional))
                 raise ValueError(
                     f'{self.function}: {setting}={index} is out of range: it has {count} '
-                    f'positional arguments, {self._listed()}'
+                    f'positional arguments, {listed or "none"}'
                 )
         if self.unlimited:
             return tuple(indices)
         return tuple(index % count for index in indices)
-
-    def _listed(self) -> str:
-        return ', '.join(f'{name} ({i})' for i, name in enumerate(self.positional)) or 'none'
-
-    def _shown(self) -> str:
-        """The parameters without annotations, which can be long."""
-        assert self.signature is not None
-        parameters = self.signature.parameters.values()
-        bare = [p.replace(annotation=p.empty) for p in parameters]
-        shown = inspect.Signature(bare)
-        return f'{self.function}{shown}'
-
-
-def _name(fn: Callable[..., Any]) -> str:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return getattr(fn, '__name__', type(fn).__name__)

@@ -17,9 +17,9 @@ from partitioning.hardware import OptionValue
 from partitioning.programs.arguments import Arguments, positions
 from partitioning.programs.inner_layouts import inner_spec, is_resource
 from partitioning.programs.trace_log import OnRecompile
-from partitioning.programs.tree_matching import KeyPath, pair_leaves
 from partitioning.rules import PaddedSpec, boundary_spec, check_definite, check_spec
 from partitioning.state import path_str
+from partitioning.state.structures import KeyPath, pair_leaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

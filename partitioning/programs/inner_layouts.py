@@ -65,8 +65,12 @@ def lay_out_inside(
             raise ValueError(problem.message)
     if all(inner_spec(r) is None for r in resources):
         return fn
-    if all(isinstance(inner_spec(r), PartitionSpec) for r in resources):
-        _check_devices_are_known(mesh)
+    only_inside = all(isinstance(inner_spec(r), PartitionSpec) for r in resources)
+    if only_inside and AxisType.Explicit in mesh.axis_types:
+        raise ValueError(
+            'every argument and result has UNCONSTRAINED dimensions, so over Explicit mesh axes '
+            'jax.jit does not know the devices: write None or mesh axes for all dimensions of one'
+        )
 
     @functools.wraps(fn)
     def laid_out(*args: Any, **kwargs: Any) -> Any:
@@ -89,15 +93,6 @@ def inner_spec(resource: Any) -> PartitionSpec | PaddedSpec | None:
     if isinstance(spec, PartitionSpec):
         return spec if PartitionSpec.UNCONSTRAINED in tuple(spec) else None
     return spec if isinstance(spec, PaddedSpec) else None
-
-
-def _check_devices_are_known(mesh: Mesh) -> None:
-    """Raises ValueError over Explicit axes, where only a definite resource names the devices."""
-    if AxisType.Explicit in mesh.axis_types:
-        raise ValueError(
-            'every argument and result has UNCONSTRAINED dimensions, so over Explicit mesh axes '
-            'jax.jit does not know the devices: write None or mesh axes for all dimensions of one'
-        )
 
 
 def _lay_out_all(tree: Any, resources: Any, mesh: Mesh, where: str) -> Any:
@@ -158,7 +153,11 @@ def auto_where_needed(
             '%s there to keep Explicit types. Until then, the function is traced over Auto axes',
             why,
         )
-        return _over_explicit_axes(result, out_shardings)
+        leaves, treedef = jax.tree.flatten(result)
+        # If they do not fit the result, jax says so later.
+        found = match_by_path(out_shardings, result) or [None] * len(leaves)
+        typed = [_reshard(x, _explicit_part(s)) for x, s in zip(leaves, found, strict=True)]
+        return jax.tree.unflatten(treedef, typed)
 
     return traced
 
@@ -169,15 +168,6 @@ def _over_auto_axes(fn: Callable[..., Any], args: Any, static: set[int], mesh: M
         # Over Auto axes, the type of an array says nothing about its layout.
         untyped = [x if i in static else _reshard(x, PartitionSpec()) for i, x in enumerate(args)]
         return fn(*untyped)
-
-
-def _over_explicit_axes(result: Any, shardings: Any) -> Any:
-    """A result of `_over_auto_axes` with types that have its shardings."""
-    leaves, treedef = jax.tree.flatten(result)
-    # If they do not fit the result, jax says so later.
-    found = match_by_path(shardings, result) or [None] * len(leaves)
-    typed = [_reshard(x, _explicit_part(s)) for x, s in zip(leaves, found, strict=True)]
-    return jax.tree.unflatten(treedef, typed)
 
 
 def _reshard(tree: Any, spec: PartitionSpec) -> Any:

@@ -16,7 +16,6 @@ from partitioning.programs.boundary import PartitionSettings, check_donation, fi
 from partitioning.programs.contexts import PjittedFnWithContext, in_context
 from partitioning.programs.inner_layouts import auto_where_needed, lay_out_inside
 from partitioning.programs.trace_log import TraceLog, observe
-from partitioning.programs.tree_matching import have_same_paths
 from partitioning.rules import LogicalAxisRules, check_has_devices
 from partitioning.state.structures import has_structure_of, like, with_static_fields
 
@@ -83,7 +82,10 @@ class PartitionedFunction(PjittedFnWithContext):
         )
         self._use(body, boundary.in_shardings, boundary.out_shardings)
         self._dispatch: Callable[..., Any] = self._first_call
-        self._watched = _watched_argument(mesh, boundary.donated)
+        # The donated argument that each call compares with the one of the previous call. On CPU,
+        # jaxlib 0.10 crashes if a donated array is used again. Elsewhere jax raises an error.
+        on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == 'cpu'
+        self._watched = boundary.donated[0] if boundary.donated and on_cpu else None
         self._last_watched = 0
         self._compiled_ahead = False
 
@@ -234,10 +236,10 @@ class PartitionedFunction(PjittedFnWithContext):
         if adapted is None:
             if returned is None or has_structure_of(out_shardings, returned):
                 return False
-            if not have_same_paths(out_shardings, returned):
+            if like(out_shardings, returned) is None:
                 return False
             # The result differs, and does so in every trace. An inner jit keeps one of them.
-            self.trace_log.forget_latest()  # nothing was compiled
+            self.trace_log.count -= 1  # nothing was compiled
             body = jax.jit(body, static_argnums=self.boundary.static)
             result = jax.jit(self._inside(body), static_argnums=self.boundary.static)
             if (out_shardings := like(out_shardings, result.eval_shape(*args))) is None:
@@ -282,16 +284,6 @@ class PartitionedFunction(PjittedFnWithContext):
                 out_shardings=self._out_shardings,
             )
         return self._with_keywords[num_positional]
-
-
-def _watched_argument(mesh: Any, donated: tuple[int, ...]) -> int | None:
-    """The donated argument that each call compares with the one of the previous call.
-
-    On CPU, jaxlib 0.10 crashes if a donated array is used again. Elsewhere jax raises an error.
-    """
-    if not donated or not isinstance(mesh, Mesh):
-        return None
-    return donated[0] if getattr(mesh.devices.flat[0], 'platform', None) == 'cpu' else None
 
 
 PartitionedCallable = PartitionedFunction

@@ -82,10 +82,6 @@ class TraceLog:
         self.count += 1
         self.result = jax.tree.map(abstract, result)
 
-    def forget_latest(self) -> None:
-        """Forgets the latest trace, whose result jax has refused."""
-        self.count -= 1
-
     def check_layouts(self, keywords: Mapping[str, Any]) -> None:
         """Raises RecompilationError if a call would be compiled again for the layout of keywords.
 

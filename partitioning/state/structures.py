@@ -1,4 +1,4 @@
-"""Trees that differ from a state in static fields or in depth, leaf by leaf.
+"""Compares pytrees leaf by leaf, where static fields may differ, and names the first difference.
 
 The static fields of a state, such as the optimizer in Flax's TrainState, are made anew by each
 trace of an init function and are never equal, although jax compares them with the static fields of
@@ -7,20 +7,126 @@ the tree of shardings.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
+KeyPath = tuple[Any, ...]
 
-def _is_none(x: Any) -> bool:
-    return x is None
+
+class TreeMismatchError(Exception):
+    """Two trees have different structures.
+
+    Attributes:
+      path: the path of the first node that differs.
+      first, second: what the two trees have there, such as `a tuple of 2` and `a tuple of 3`.
+    """
+
+    def __init__(self, path: KeyPath, first: str, second: str):
+        super().__init__(f'{jax.tree_util.keystr(path)}: {first}, {second}')
+        self.path, self.first, self.second = path, first, second
+
+
+def pair_leaves(
+    first: Any,
+    second: Any,
+    *,
+    prefix: bool = False,
+    static_fields: bool = True,
+    path: KeyPath = (),
+) -> Iterator[tuple[KeyPath, Any, Any]]:
+    """Yields the path of each leaf of `second`, the leaf of `first` for it, and the leaf itself.
+
+    Args:
+      first: a pytree. With `prefix`, None is a leaf in it.
+      second: a pytree of the same structure.
+      prefix: whether a leaf of `first` may stand for a whole tree in `second`.
+      static_fields: whether the static fields of the nodes must be equal too. Differences between
+        children come first.
+      path: the path of both trees, for the messages.
+
+    Raises:
+      TreeMismatchError: at the first place where the structures differ.
+    """
+    ours, theirs = _children(first), _children(second)
+    if prefix and first is None:
+        ours = None
+    if ours is None and (prefix or theirs is None):
+        for below, leaf in jax.tree_util.tree_leaves_with_path(second):
+            yield (*path, *below), first, leaf
+        return
+    if ours is None or theirs is None or type(first) is not type(second):
+        raise TreeMismatchError(path, _describe(first), _describe(second))
+    _check_keys(path, first, second, ours, theirs)
+    for key, child in ours.items():
+        yield from pair_leaves(
+            child, theirs[key], prefix=prefix, static_fields=static_fields, path=(*path, key)
+        )
+    if static_fields and _one_level(first) != _one_level(second):
+        raise TreeMismatchError(path, *_describe_static_fields(first, second))
+
+
+def _children(tree: Any) -> Mapping[Any, Any] | None:
+    """The children of a node by their keys, or None if `tree` is a leaf."""
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]
+    return None if flat and not flat[0][0] else {path[0]: child for path, child in flat}
+
+
+def _one_level(tree: Any) -> Any:
+    return jax.tree.structure(tree, is_leaf=lambda x: x is not tree)
+
+
+def _check_keys(
+    path: KeyPath, first: Any, second: Any, ours: Mapping[Any, Any], theirs: Mapping[Any, Any]
+) -> None:
+    if isinstance(first, tuple | list) and len(ours) != len(theirs):
+        raise TreeMismatchError(path, _describe(first), _describe(second))
+    for key in [*ours, *theirs]:
+        name = repr(jax.tree_util.keystr((key,), simple=True))
+        if key not in theirs:
+            raise TreeMismatchError(path, name, f'no {name}')
+        if key not in ours:
+            raise TreeMismatchError(path, f'no {name}', name)
+
+
+def _describe(tree: Any) -> str:
+    """What a tree is at its root: `an array`, `a tuple of 3` or `a dict`."""
+    if tree is None:
+        return 'None'
+    if _children(tree) is None:
+        return 'an array' if hasattr(tree, 'dtype') else 'one entry'
+    count = f' of {len(tree)}' if isinstance(tree, tuple | list) else ''
+    kind = type(tree).__name__
+    return f'{"an" if kind[0] in "AEIOUaeiou" else "a"} {kind}{count}'
+
+
+def _describe_static_fields(first: Any, second: Any) -> tuple[str, str]:
+    """The static fields that differ in two nodes with equal keys."""
+    kind = type(first).__name__
+    dynamic = {jax.tree_util.keystr((key,), simple=True) for key in _children(first) or ()}
+    fields = dataclasses.fields(first) if dataclasses.is_dataclass(first) else ()
+    for field in fields:
+        one, other = (getattr(tree, field.name, None) for tree in (first, second))
+        if field.name not in dynamic and one is not other and one != other:
+            if (shown := short_repr(one)) == (shown_other := short_repr(other)):
+                return f'{kind}.{field.name}={shown}', 'another object there'
+            return f'{kind}.{field.name}={shown}', f'{kind}.{field.name}={shown_other}'
+    return f'a {kind}', f'a {kind} with other static data'
+
+
+def short_repr(value: Any, limit: int = 60) -> str:
+    """The repr of a value without addresses, on one line and at most `limit` characters long."""
+    text = re.sub(' at 0x[0-9a-f]+', '', ' '.join(repr(value).split()))
+    return text if len(text) <= limit else f'{text[: limit - 3]}...'
 
 
 def has_structure_of(prefix: Any, tree: Any) -> bool:
     """Whether jax accepts `prefix` as a prefix of `tree`."""
     try:
-        jax.tree.map(lambda *_: 0, prefix, tree, is_leaf=_is_none)
+        jax.tree.map(lambda *_: 0, prefix, tree, is_leaf=lambda x: x is None)
     except ValueError:
         return False
     return True
@@ -29,22 +135,13 @@ def has_structure_of(prefix: Any, tree: Any) -> bool:
 def match_by_path(prefix: Any, tree: Any) -> list[Any] | None:
     """The leaf of `prefix` that belongs to each leaf of a tree, in the order of the tree.
 
-    Args:
-      prefix: a pytree in which None is a leaf. It is a prefix of `tree`, except that static fields
-        may differ.
-      tree: a pytree.
-
-    Returns:
-      The leaves of `prefix`; None if the paths of the two trees do not match.
+    It is None if `prefix`, in which None is a leaf, is not a prefix of the tree. Static fields may
+    differ.
     """
-    given = dict(jax.tree_util.tree_leaves_with_path(prefix, is_leaf=_is_none))
-    found = []
-    for path, _ in jax.tree_util.tree_leaves_with_path(tree):
-        above = next((path[:n] for n in range(len(path), -1, -1) if path[:n] in given), None)
-        if above is None:
-            return None
-        found.append(given[above])
-    return found
+    try:
+        return [x for _, x, _ in pair_leaves(prefix, tree, prefix=True, static_fields=False)]
+    except TreeMismatchError:
+        return None
 
 
 def with_static_fields(
@@ -80,6 +177,4 @@ def with_static_fields(
 def like(shardings: Any, tree: Any) -> Any | None:
     """Shardings as a tree with the structure of `tree`; None if the paths of the two differ."""
     found = match_by_path(shardings, tree)
-    if found is None or len(jax.tree.leaves(shardings, is_leaf=_is_none)) > len(found):
-        return None
-    return jax.tree.unflatten(jax.tree.structure(tree), found)
+    return None if found is None else jax.tree.unflatten(jax.tree.structure(tree), found)

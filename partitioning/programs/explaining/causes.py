@@ -62,13 +62,12 @@ def find_cause(
             return of_compiler
     if isinstance(error, RecompilationError):
         return RecompilationError(str(error))
-    if _is_inside(error):
-        known = _axis_of_pmap_error(error, boundary) or _mesh_error(error, boundary, args)
-        known = known or _batched_axis_error(error, boundary)
-        if known:
-            return known
-        _add_notes(error, boundary, args, kwargs)
-        return None
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if call_function.__code__ in frames[:-1]:  # the user's function raised it
+        if (known := _known_error(error, boundary, args)) is None:
+            _add_notes(error, boundary, args, kwargs)
+            return None
+        return ValueError(f'{boundary.arguments.function}{known}')
     if mismatch := boundary.arguments.call_error(args, kwargs):
         return mismatch
     problems = _problems(error, boundary, trace_log, args, kwargs, abstract)
@@ -104,43 +103,25 @@ def _problems(
         yield from static_field_problems(arguments)
 
 
-def _is_inside(error: Exception) -> bool:
-    """Whether the user's function raised an exception, or something that it called."""
-    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return call_function.__code__ in frames[:-1]
-
-
-def _axis_of_pmap_error(error: Exception, boundary: Boundary) -> ValueError | None:
-    """Our error for an axis of pmap, whose collectives programs keep when they are moved."""
+def _known_error(error: Exception, boundary: Boundary, args: Sequence[Any]) -> str | None:
+    """What to say of an exception of the user's function after its name, or None."""
     found = _UNBOUND_AXIS.search(str(error)) if isinstance(error, NameError) else None
-    if found is None:
-        return None
-    axis = found[1]
-    return ValueError(
-        f'{boundary.arguments.function}{place_of(error)}: there is no axis {axis!r} as in pmap. '
-        'Arrays in a partitioned function are global, so a mean over the batch already covers all '
-        f'devices: remove lax.pmean(x, {axis!r}) and axis_name={axis!r}. Inside shard_map, use the '
-        f'axes of the mesh, {describe_axes(boundary.mesh)}'
-    )
-
-
-def _batched_axis_error(error: Exception, boundary: Boundary) -> ValueError | None:
-    """Our error for constraints inside scan or remat, which jax.vmap transforms only afterwards."""
-    if not str(error).startswith(('vmap spmd_axis_name', 'A single NamedSharding spec')):
-        return None
-    return ValueError(
-        f'{boundary.arguments.function}{place_of(error)}: {explain_batched_axis(error)}'
-    )
-
-
-def _mesh_error(error: Exception, boundary: Boundary, args: Sequence[Any]) -> ValueError | None:
-    """Our error for arguments on another mesh, which jax refuses inside the function if that mesh
-    has Explicit axes."""
-    if not isinstance(error, ValueError) or 'mesh' not in str(error):
-        return None
-    for argument in boundary.dynamic(args):
-        for problem in layout_problems(boundary, argument, only_other_meshes=True):
-            return ValueError(f'{boundary.arguments.function}: {problem}')
+    if found is not None:  # an axis of pmap, whose collectives programs keep when they are moved
+        axis = found[1]
+        return (
+            f'{place_of(error)}: there is no axis {axis!r} as in pmap. Arrays in a partitioned '
+            'function are global, so a mean over the batch already covers all devices: remove '
+            f'lax.pmean(x, {axis!r}) and axis_name={axis!r}. Inside shard_map, use the axes of the '
+            f'mesh, {describe_axes(boundary.mesh)}'
+        )
+    if isinstance(error, ValueError) and 'mesh' in str(error):
+        # Of arguments on another mesh, which jax refuses inside if that mesh has Explicit axes.
+        for argument in boundary.dynamic(args):
+            for problem in layout_problems(boundary, argument, only_other_meshes=True):
+                return f': {problem}'
+    if str(error).startswith(('vmap spmd_axis_name', 'A single NamedSharding spec')):
+        # Of constraints inside scan or remat, which jax.vmap transforms only afterwards.
+        return f'{place_of(error)}: {explain_batched_axis(error)}'
     return None
 
 

@@ -9,8 +9,8 @@ import jax
 from jax.sharding import Sharding
 
 from partitioning.programs.arguments import StaticValue
-from partitioning.programs.tree_matching import TreeMismatchError, pair_leaves, short_repr
 from partitioning.rules import describe_axes, spec_str
+from partitioning.state.structures import TreeMismatchError, pair_leaves, short_repr
 
 _Record = Mapping[str, Any]
 
@@ -42,7 +42,12 @@ def describe_changes(pairs: Sequence[tuple[_Record, _Record]]) -> str:
 
 def _changes(before: _Record, after: _Record) -> Iterator[_Change]:
     if any(isinstance(x, Sharding) for x in (*before.values(), *after.values())):
-        yield _relayout(before, after)
+        where = next(k for k in {**before, **after} if before.get(k) != after.get(k))
+        one, other = (_layout_str(layouts.get(where)) for layouts in (before, after))
+        yield _Change(
+            f'the keyword argument {where} changed its layout from {one} to {other}',
+            'Give the argument an entry in in_axis_resources, which fixes its layout',
+        )
         return
     same = 'Pass the same arguments in every call, either by position or by name'
     for name in {**before, **after}:
@@ -97,27 +102,17 @@ def _leaf_change(where: str, before: Any, after: Any) -> _Change:
         return _Change(
             changed, f"A Python number is weakly typed: write jnp.asarray(x, '{before.dtype}')"
         )
-    layouts = ' to '.join(_abstract_layout_str(x.sharding) for x in (before, after))
+    # The layout that is part of an array's type: the mesh, and the spec on Explicit axes.
+    layouts = ' to '.join(
+        'no mesh (such as a numpy array)'
+        if x.sharding.mesh.empty
+        else f'{spec_str(x.sharding.spec)} over {describe_axes(x.sharding.mesh)}'
+        for x in (before, after)
+    )
     return _Change(
         f'{where}, {one}, changed its layout from {layouts}',
         'Put it there before the first call, as jax.device_put(state, plan.shardings) does',
     )
-
-
-def _relayout(before: _Record, after: _Record) -> _Change:
-    where = next(k for k in {**before, **after} if before.get(k) != after.get(k))
-    one, other = (_layout_str(layouts.get(where)) for layouts in (before, after))
-    return _Change(
-        f'the keyword argument {where} changed its layout from {one} to {other}',
-        'Give the argument an entry in in_axis_resources, which fixes its layout',
-    )
-
-
-def _abstract_layout_str(sharding: Any) -> str:
-    """The layout that is part of an array's type: the mesh, and the spec on Explicit axes."""
-    if sharding.mesh.empty:
-        return 'no mesh (such as a numpy array)'
-    return f'{spec_str(sharding.spec)} over {describe_axes(sharding.mesh)}'
 
 
 def _array_str(aval: Any) -> str:

@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from partitioning.programs.boundary import Argument, Boundary
-from partitioning.programs.tree_matching import TreeMismatchError, pair_leaves, short_repr
 from partitioning.rules import (
     check_spec,
     describe_axes,
@@ -22,6 +21,7 @@ from partitioning.rules import (
     size_problems,
     spec_str,
 )
+from partitioning.state.structures import TreeMismatchError, pair_leaves, short_repr
 
 
 def entry_problems(boundary: Boundary, args: Sequence[Any]) -> Iterator[str]:
@@ -30,16 +30,17 @@ def entry_problems(boundary: Boundary, args: Sequence[Any]) -> Iterator[str]:
         return
     names = [boundary.arguments.name(i) for i in boundary.dynamic_indices(len(args))]
     count = len(boundary.in_shardings)
+    entries = f'{count} entry' if count == 1 else f'{count} entries'
     if count < len(names):
         yield (
-            f'in_axis_resources has {_count_str(count)}, but {len(names)} positional arguments '
+            f'in_axis_resources has {entries}, but {len(names)} positional arguments '
             f'were passed: {", ".join(names)}. Add an entry for {", ".join(names[count:])} (None '
             'replicates it)'
         )
     elif count > len(names):
         passed = f'only {", ".join(names)}' if names else 'no argument'
         yield (
-            f'in_axis_resources has {_count_str(count)}, but {passed} was passed: pass an argument '
+            f'in_axis_resources has {entries}, but {passed} was passed: pass an argument '
             'for each entry, also where it has a default'
         )
 
@@ -108,11 +109,6 @@ def static_field_problems(arguments: Sequence[Argument]) -> Iterator[str]:
                 f'in_axis_resources has {error.first}, but the argument has {error.second}: pass '
                 'every argument by position'
             )
-
-
-def _count_str(count: int) -> str:
-    """A number of entries in a sentence."""
-    return f'{count} entry' if count == 1 else f'{count} entries'
 
 
 def fit_problems(boundary: Boundary, arguments: Sequence[Argument]) -> Iterator[str]:
@@ -257,7 +253,9 @@ def _misfits(boundary: Boundary, argument: Argument) -> Iterator[str]:
             where = f'{argument.name}{jax.tree_util.keystr(path)}'
             for problem in _shape_problems(where, leaf, sharding):
                 hint = pmap_hint(argument, boundary.mesh, leaf, sharding)
-                yield problem + hint + _list_hint(path, leaf)
+                if isinstance(leaf, int | float) and path and hasattr(path[-1], 'idx'):
+                    hint += '. A list of numbers is not one array: convert it with numpy.asarray'
+                yield problem + hint
     except TreeMismatchError as error:
         where = f'{argument.name}{jax.tree_util.keystr(error.path)}'
         yield (
@@ -279,23 +277,12 @@ def _shape_problems(where: str, leaf: Any, sharding: Sharding) -> Iterator[str]:
         yield str(error)
         return
     for dim, problem in size_problems(spec, mesh, shape):
-        yield f'{where}: {spec_str(spec)}: {problem.message}{_padding_hint(spec, dim, mesh)}'
-
-
-def _list_hint(path: Sequence[Any], leaf: Any) -> str:
-    """A hint for a list of numbers, which is a tree with one leaf per number."""
-    if not isinstance(leaf, int | float) or not path or not hasattr(path[-1], 'idx'):
-        return ''
-    return '. A list of numbers is not one array: convert it with numpy.asarray'
-
-
-def _padding_hint(spec: PartitionSpec, dim: int, mesh: Mesh) -> str:
-    if padding_problems(mesh):
-        return ''
-    outside = PartitionSpec(*(None if i == dim else entry for i, entry in enumerate(spec)))
-    return (
-        f'; the entry PaddedSpec({spec_str(outside)}, {spec_str(spec)}) pads it inside the function'
-    )
+        shown, hint = spec_str(spec), ''
+        if not padding_problems(mesh):
+            outside = PartitionSpec(*(None if i == dim else e for i, e in enumerate(spec)))
+            entry = f'PaddedSpec({spec_str(outside)}, {shown})'
+            hint = f'; the entry {entry} pads it inside the function'
+        yield f'{where}: {shown}: {problem.message}{hint}'
 
 
 def _is_placed(leaf: Any) -> bool:

@@ -36,7 +36,11 @@ def translate(error: Exception, rules: LogicalAxisRules) -> str | None:
     """
     text = str(error)
     if absent := _ABSENT_AXIS.match(text):
-        return _absent_axis(absent[1], rules) + place_of(error)
+        axis = absent[1]
+        (problem, *_) = axis_problems([axis], jax.sharding.get_abstract_mesh())
+        rule = next((rule for rule in rules if axis in as_tuple(rule[1])), None)
+        source = '' if rule is None else f'rule {tuple(rule)!r}: '
+        return f'{source}{problem.message}{place_of(error)}'
     if refused := _NOT_EXPLICIT.match(text):
         return (
             f'the program gives {refused[2]} to {refused[1]}{place_of(error)}, which jax allows '
@@ -102,9 +106,3 @@ def place_of(error: Exception) -> str:
         elif not path.startswith(_LIBRARIES) and not {'flax', 'optax'} & {*Path(path).parts}:
             layer, line = '', f'{Path(path).name}:{number}'
     return f' ({layer}at {line})' if line else ''
-
-
-def _absent_axis(axis: str, rules: LogicalAxisRules) -> str:
-    (problem, *_) = axis_problems([axis], jax.sharding.get_abstract_mesh())
-    rule = next((rule for rule in rules if axis in as_tuple(rule[1])), None)
-    return problem.message if rule is None else f'rule {tuple(rule)!r}: {problem.message}'
