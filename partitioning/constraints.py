@@ -180,9 +180,18 @@ def lay_out(x: Any, spec: PartitionSpec | PaddedSpec | None, mesh: Mesh | None =
         if around.empty:
             _check_no_old_context()
             return x
-        over = around if traced else _mesh_set_outside_traces() or around
+        over = around
+        if not traced:
+            with contextlib.suppress(ValueError):  # jax allows get_mesh only outside traces
+                here = jax.sharding.get_mesh()
+                over = around if here.empty else here
     padded, manual = isinstance(spec, PaddedSpec), manual_axes(around)
-    inner, outer = _inside_and_outside(spec)
+    if not isinstance(spec, PartitionSpec | PaddedSpec | None):
+        hint = 'write P(...), or None to replicate; `constrain` takes logical axis names'
+        raise ValueError(f'{spec!r} is not a PartitionSpec: {hint}')
+    spec = PartitionSpec() if spec is None else spec
+    # Outside programs, nothing can be padded.
+    inner, outer = (spec.inside, spec.outside) if isinstance(spec, PaddedSpec) else (spec, spec)
     for problem in padding_problems(over) if padded else ():
         raise ValueError(problem.message)
     where = f'an array of shape {np.shape(x)}'
@@ -201,8 +210,13 @@ def lay_out(x: Any, spec: PartitionSpec | PaddedSpec | None, mesh: Mesh | None =
         if not isinstance(x, jax.core.Tracer):
             return x
         # In a trace, device_put does not fix the layout: XLA may still choose another one.
-    with _batched_axes_explained(inner):
+    try:
         return _lay_out_traced(x, inner, over, around)
+    except Exception as error:
+        # The spec names each axis once, so the second use is the batched dimension.
+        if 'spmd_axis_name' not in str(error) and 'duplicate entries' not in str(error):
+            raise
+        raise ValueError(f'{spec_str(inner)}: {explain_batched_axis(error)}') from None
 
 
 def _lay_out_traced(
@@ -245,20 +259,6 @@ def _lay_out_by_type(x: Any, spec: PartitionSpec, types: Mapping[str, AxisType])
     )(x)
 
 
-def _inside_and_outside(spec: Any) -> tuple[PartitionSpec, PartitionSpec]:
-    """The spec inside programs, and the one outside, where nothing can be padded."""
-    if isinstance(spec, PaddedSpec):
-        return spec.inside, spec.outside
-    if isinstance(spec, str):
-        raise ValueError(
-            f'{spec!r} is not a PartitionSpec; `constrain` lays out by logical axis names'
-        )
-    if not isinstance(spec, PartitionSpec | None):
-        raise ValueError(f'{spec!r} is not a PartitionSpec: write P(...), or None to replicate')
-    spec = PartitionSpec() if spec is None else spec
-    return spec, spec
-
-
 def _check_no_old_context() -> None:
     """Raises ValueError inside `with mesh:`, where a constraint would silently do nothing."""
     try:
@@ -281,15 +281,6 @@ def _check_mesh_is_set(over: Mesh | AbstractMesh, around: AbstractMesh) -> None:
         )
 
 
-def _mesh_set_outside_traces() -> Mesh | None:
-    """The mesh that `jax.set_mesh` has set, or None inside a trace and where none is set."""
-    try:
-        mesh = jax.sharding.get_mesh()
-    except ValueError:  # jax allows it only outside traces
-        return None
-    return None if mesh.empty else mesh
-
-
 def _layout_on(mesh: Mesh, x: Any) -> tuple[Any, ...]:
     """The mesh axes of each dimension of an array, if it lies on this mesh."""
     held = getattr(x, 'sharding', None)
@@ -310,17 +301,6 @@ def _pmap_explained(mesh: AbstractMesh) -> Iterator[None]:
             f'{error} All axes of this mesh are Manual; if jax.pmap made it, write '
             'PjitPartitioner.partition instead of jax.pmap'
         ) from None
-
-
-@contextlib.contextmanager
-def _batched_axes_explained(spec: PartitionSpec) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        # The spec names each axis once, so the second use is the batched dimension.
-        if 'spmd_axis_name' not in str(error) and 'duplicate entries' not in str(error):
-            raise
-        raise ValueError(f'{spec_str(spec)}: {explain_batched_axis(error)}') from None
 
 
 def explain_batched_axis(error: Exception) -> str:

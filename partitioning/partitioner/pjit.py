@@ -19,8 +19,7 @@ from partitioning.partitioner.settings import (
     check_batch_rule,
     check_layout,
     check_plan,
-    describe_settings,
-    over_slices,
+    describe_rules,
     settings_of_t5x,
 )
 from partitioning.plan import (
@@ -215,9 +214,13 @@ class PjitPartitioner(BasePjitPartitioner):
         slices = self._slice_axis
         if slices is None or not isinstance(self._mesh_source, MeshConfig):
             return self._given_rules
-        return self._given_rules.with_rules(
-            [over_slices(rule, slices) for rule in self._given_rules]
-        )
+        # The axis over slices stands in front in rules that shard the batch over 'data'.
+        rules: list[tuple[str, MeshAxes]] = []
+        for name, given in self._given_rules:
+            sharding = as_tuple(given)
+            adds = name == 'batch' and slices not in sharding and 'data' in sharding
+            rules.append((name, (slices, *sharding) if adds else given))
+        return self._given_rules.with_rules(rules)
 
     def with_rules(self, logical_axis_rules: LogicalAxisRules) -> Self:
         """The same partitioner with other rules; its class, mesh, plan and policies stay.
@@ -298,13 +301,23 @@ class PjitPartitioner(BasePjitPartitioner):
         built = self._mesh_without_building() is not None
         rules = self.logical_axis_rules if built else self._given_rules
         policies = self._as_rules(()) if rules is None else rules
-        others = {
-            'plan': self._plan,
-            'layout': self._layout,
-            'overrides': self._overrides,
-            'optimizer rules': self._optimizer_rules,
-        }
-        return [*super()._description(), *describe_settings(rules, policies, others)]
+        shown = 'standard_logical_axis_rules for the axes of the mesh'
+        if rules is not None:
+            shown = describe_rules(rules)
+        elif self._layout is not None:
+            shown = 'made by the layout, for activations'
+        rows = [*super()._description(), ('rules', shown)]
+        if self._optimizer_rules is not None:
+            rows.append(('optimizer rules', describe_rules(self._optimizer_rules)))
+        on_unmatched, on_indivisible = policies.on_unmatched, policies.on_indivisible
+        rows.append(('policies', f'{on_unmatched=!r}, {on_indivisible=!r}'))
+        if self._overrides:
+            paths = (f'{path} -> {names}' for path, names in self._overrides)
+            rows.append(('overrides', '; '.join(paths)))
+        for name, value in (('plan', self._plan), ('layout', self._layout)):
+            if value is not None:
+                rows.append((name, f'{value!r} lays out the state, not the rules'))
+        return rows
 
     # Plans and states.
 

@@ -153,11 +153,17 @@ class PartitionerObject:
     def _description(self) -> list[tuple[str, str]]:
         """The lines of the repr: a name and a text for each."""
         mesh = self._mesh_without_building()
-        if mesh is not None:
-            return [('mesh', describe_mesh(mesh))]
-        by = self._maker_of_mesh
-        made = repr(self._mesh_source) if by is None else f'made by {by.__name__}.mesh'
-        return [('mesh', f'not built yet: {made}')]
+        if mesh is None:
+            by = self._maker_of_mesh
+            made = repr(self._mesh_source) if by is None else f'made by {by.__name__}.mesh'
+            return [('mesh', f'not built yet: {made}')]
+        axes = ' x '.join(
+            f'{name} {size}' + (f' ({kind.name})' if kind != AxisType.Auto else '')
+            for (name, size), kind in zip(mesh.shape.items(), mesh.axis_types, strict=True)
+        )
+        if isinstance(mesh, AbstractMesh):
+            return [('mesh', f'{axes}, an AbstractMesh without devices')]
+        return [('mesh', f'{axes}, {describe_devices(mesh)}')]
 
     def _mesh_without_building(self) -> Mesh | AbstractMesh | None:
         """The mesh, or None if it has not been built: to build one can take long, or fail."""
@@ -182,9 +188,7 @@ def choose_mesh_source(mesh: AnyMesh | None, t5x_settings: dict[str, Any]) -> An
     return mesh
 
 
-@functools.lru_cache(maxsize=64, typed=True)
-def _mesh_of_partitions(num_partitions: int) -> MeshConfig:
-    return MeshConfig.from_t5x(num_partitions)
+_mesh_of_partitions = functools.lru_cache(maxsize=64, typed=True)(MeshConfig.from_t5x)
 
 
 def settings_of_t5x(mesh: AnyMesh | None, given: dict[str, Any]) -> dict[str, Any]:
@@ -200,18 +204,6 @@ def settings_of_t5x(mesh: AnyMesh | None, given: dict[str, Any]) -> dict[str, An
         'model_parallel_submesh': tile,
         'backend': mesh.backend,
     }
-
-
-def describe_mesh(mesh: Mesh | AbstractMesh) -> str:
-    """A mesh in one line: its axes and sizes, their types if not Auto, devices and processes."""
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    axes = ' x '.join(
-        f'{name} {size}' + (f' ({types[name].name})' if types[name] != AxisType.Auto else '')
-        for name, size in mesh.shape.items()
-    )
-    if isinstance(mesh, AbstractMesh):
-        return f'{axes}, an AbstractMesh without devices'
-    return f'{axes}, {describe_devices(mesh)}'
 
 
 def describe_rules(rules: Any) -> str:
@@ -266,8 +258,7 @@ def check_layout(
         checked, shown = cast(LayoutSetting, layout), f'layout={layout!r}'
     else:
         checked, shown = check_partition_rules(layout), 'layout='
-    if given := ', '.join(name for name, value in settings.items() if value):
-        raise ValueError(f'{shown} already determines what {given} would: remove {given} or layout')
+    _check_absent(shown, settings, ' or layout')
     return checked
 
 
@@ -296,16 +287,13 @@ def check_plan(plan: Any, settings: dict[str, Any]) -> None:
             f'plan= takes a Plan, not a {type(plan).__name__}: pass Plan.load(path) or the '
             'result of resolve'
         )
+    _check_absent('plan=', settings)
+
+
+def _check_absent(by: str, settings: Mapping[str, Any], instead: str = '') -> None:
+    """Raises ValueError if a setting is given that another one determines."""
     if given := ', '.join(name for name, value in settings.items() if value):
-        raise ValueError(f'plan= already determines what {given} would: remove {given}')
-
-
-def over_slices(rule: tuple[str, MeshAxes], slices: str) -> tuple[str, MeshAxes]:
-    """Adds the axis over slices, in front, to a rule that shards the batch over 'data'."""
-    name, axes = rule[0], as_tuple(rule[1])
-    if name != 'batch' or slices in axes or 'data' not in axes:
-        return rule
-    return name, (slices, *axes)
+        raise ValueError(f'{by} already determines what {given} would: remove {given}{instead}')
 
 
 def check_batch_rule(
@@ -332,30 +320,3 @@ def check_batch_rule(
             "('batch', 'data'), or ('batch', None) to replicate it on purpose"
         )
     _LOGGER.warning("no rule for 'batch': each device computes all of its rows")
-
-
-def describe_settings(
-    rules: AxisRules | None, policies: AxisRules, others: Mapping[str, Any]
-) -> list[tuple[str, str]]:
-    """The settings of a partitioner by rules, as its repr shows them.
-
-    Args:
-      rules: the rules, or None if these are the standard rules for a mesh that is not built yet.
-      policies: rules with the policies.
-      others: the settings 'plan', 'layout', 'overrides' and 'optimizer rules'.
-    """
-    standard = 'standard_logical_axis_rules for the axes of the mesh'
-    if others['layout'] is not None:
-        standard = 'made by the layout, for activations'
-    rows = [('rules', standard if rules is None else describe_rules(rules))]
-    if others['optimizer rules'] is not None:
-        rows.append(('optimizer rules', describe_rules(others['optimizer rules'])))
-    on_unmatched, on_indivisible = policies.on_unmatched, policies.on_indivisible
-    rows.append(('policies', f'{on_unmatched=!r}, {on_indivisible=!r}'))
-    if others['overrides']:
-        shown = '; '.join(f'{path} -> {names}' for path, names in others['overrides'])
-        rows.append(('overrides', shown))
-    for name in ('plan', 'layout'):
-        if others[name] is not None:
-            rows.append((name, f'{others[name]!r} lays out the state, not the rules'))
-    return rows

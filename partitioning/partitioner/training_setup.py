@@ -124,12 +124,12 @@ def check_only_arrays(tree: Any, function: str) -> None:
         if not is_array:
             where = f' at {path_str(path)}' if path else ''
             raise ValueError(
-                f'{function} returned {_description(leaf)}{where}, which is not an array: '
+                f'{function} returned {_describe(leaf)}{where}, which is not an array: '
                 f'{_way_out(leaf, bool(path))}'
             )
 
 
-def _description(x: Any) -> str:
+def _describe(x: Any) -> str:
     if isinstance(x, str):
         return f'the string {x[:40]!r}'
     if callable(x) and hasattr(x, '__name__'):
@@ -274,21 +274,17 @@ def _returning_pairs(train_step: Callable[..., Any], specs: Any) -> Callable[...
         after, rest = _state_and_rest(result, state, name)
         of_each = match_by_path(specs, state)
         assert of_each is not None, 'jax has compared the structures already'
-        arrays = map(_replace, jax.tree.leaves(state), jax.tree.leaves(after), of_each)
-        # Explicit axes need this: there, jax.jit moves no results.
-        return jax.tree.unflatten(jax.tree.structure(state), arrays), jax.tree.map(
-            lambda x: lay_out(x, None), rest
-        )
+        leaves = zip(jax.tree.leaves(state), jax.tree.leaves(after), of_each, strict=True)
+        # Each array has the layout and the dtype of the old one: a weak type would make jax compile
+        # the second call separately. The rest is laid out because over Explicit axes, jax.jit moves
+        # no results.
+        arrays = [
+            lay_out(jax.lax.convert_element_type(new, old.dtype), spec) for old, new, spec in leaves
+        ]
+        rest = jax.tree.map(lambda x: lay_out(x, None), rest)
+        return jax.tree.unflatten(jax.tree.structure(state), arrays), rest
 
     return pair
-
-
-def _replace(old: Any, new: Any, spec: Any) -> jax.Array:
-    """The new array in the layout and with the dtype of the old one.
-
-    A weak type would make jax compile the second call separately.
-    """
-    return lay_out(jax.lax.convert_element_type(new, old.dtype), spec)
 
 
 def _state_and_rest(result: Any, state: Any, name: str) -> tuple[Any, Any]:
@@ -309,7 +305,14 @@ def _state_and_rest(result: Any, state: Any, name: str) -> tuple[Any, Any]:
         is_pair = type(result) is tuple and len(others) == 1
         rest = others[0] if is_pair else _Rest(tuple(others), type(result))
     else:
-        raise ValueError(_not_a_state(result, state, name))
+        returned, candidate = _kind(result), result
+        if isinstance(result, tuple | list) and result:
+            returned += f' of ({", ".join(map(_kind, result))})'
+            candidate = result[0]
+        raise ValueError(
+            f'{name} returned {returned}, but must return the new state, or a tuple that begins '
+            f'with it, such as (state, metrics). {_difference(candidate, state)}'
+        )
     _check_same_arrays(new, state, name)
     return new, rest
 
@@ -327,18 +330,6 @@ def _check_same_arrays(after: Any, before: Any, name: str) -> None:
                 f'{_array(was)}, so each step would be compiled again: return it as '
                 f'{_array(was)}, or make it {_array(now)} in the init function'
             )
-
-
-def _not_a_state(result: Any, state: Any, name: str) -> str:
-    """What a step returned instead of a state."""
-    returned, candidate = _kind(result), result
-    if isinstance(result, tuple | list) and result:
-        returned += f' of ({", ".join(map(_kind, result))})'
-        candidate = result[0]
-    return (
-        f'{name} returned {returned}, but must return the new state, or a tuple that begins with '
-        f'it, such as (state, metrics). {_difference(candidate, state)}'
-    )
 
 
 def _kind(x: Any) -> str:

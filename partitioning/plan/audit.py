@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from partitioning.plan.rows import (
     PlanRow,
     dimension_str,
     join_reasons,
+    policy_texts,
 )
 from partitioning.plan.tables import Table, layout_table, rich_tables, text_tables
 from partitioning.rules import (
@@ -105,7 +106,13 @@ class Audit:
     @functools.cached_property
     def policies(self) -> tuple[Cost, ...]:
         """The arrays that a policy decided, with the bytes that this costs a device."""
-        return tuple(_policy_cost(row, self.mesh) for row in self.rows if _policy_dimensions(row))
+        costs = []
+        for row in self.rows:
+            if texts := policy_texts(row):
+                wanted = [axis for d in row.dimensions for axis in sharding_axes(d.wanted)]
+                even = -(-row.bytes_total // num_shards(wanted, self.mesh))
+                costs.append(Cost(row, max(row.bytes_per_device - even, 0), '; '.join(texts)))
+        return tuple(costs)
 
     @property
     def balance(self) -> float:
@@ -121,20 +128,21 @@ class Audit:
         largest = sorted(self.rows, key=lambda row: -row.bytes_per_device)[:3]
         arrays = ', '.join(f'{row.path} {row.bytes_per_device:,}' for row in largest)
         roles = ', '.join(f'{role} {held:,}' for role, held in self.by_role.items())
+        replicated = self.replicated_bytes_per_device
+        if 2 * replicated < self.bytes_per_device:
+            way_out = f'Only {replicated:,} of the bytes are replicated, so use more devices'
+        else:
+            row, _, reason = self.replicated[0]
+            over, _, why = reason.partition(': ')
+            where = f'{row.path}, {over} ({why or "misplaced"})'
+            way_out = (
+                f'{replicated:,} of the bytes are replicated; the largest such array is {where}'
+            )
         raise ValueError(
             f'a device would hold {self.bytes_per_device:,} bytes, '
             f'{self.bytes_per_device - budget:,.0f} more than the budget of {float(budget):,.0f}: '
-            f'{roles}; the largest arrays are {arrays}. {self._way_out()}'
+            f'{roles}; the largest arrays are {arrays}. {way_out}'
         )
-
-    def _way_out(self) -> str:
-        replicated = self.replicated_bytes_per_device
-        if 2 * replicated < self.bytes_per_device:
-            return f'Only {replicated:,} of the bytes are replicated, so use more devices'
-        cost = self.replicated[0]
-        over, _, why = cost.reason.partition(': ')
-        where = f'{cost.row.path}, {over} ({why or "misplaced"})'
-        return f'{replicated:,} of the bytes are replicated; the largest such array is {where}'
 
     def as_dict(self) -> dict[str, Any]:
         """The audit as values that JSON can hold."""
@@ -254,27 +262,23 @@ def check_fixed_point(state: Any, shardings: Any) -> None:
 
     def check(path: Any, expected: Sharding, arrays: Any) -> None:
         for below, array in jax.tree_util.tree_leaves_with_path(arrays):
-            _check_array(path_str((*path, *below)), array, expected)
+            where, held = path_str((*path, *below)), getattr(array, 'sharding', None)
+            if held is None:
+                raise ValueError(
+                    f'{where} is of type {type(array).__name__}, not an array on devices: '
+                    'partitioner.move_params_to_devices puts it there'
+                )
+            if isinstance(expected, NamedSharding):
+                check_spec(expected.spec, expected.mesh, where, array.shape)
+            if not held.is_equivalent_to(expected, array.ndim):
+                raise ValueError(
+                    f'{where} of shape {array.shape} is laid out as {sharding_str(held)}, but the '
+                    f'plan says {sharding_str(expected)}: pass plan.specs as out_axis_resources '
+                    'when you partition the function that makes this state'
+                )
 
     adapted = like(shardings, state)
     jax.tree_util.tree_map_with_path(check, shardings if adapted is None else adapted, state)
-
-
-def _check_array(path: str, array: Any, expected: Sharding) -> None:
-    held = getattr(array, 'sharding', None)
-    if held is None:
-        raise ValueError(
-            f'{path} is of type {type(array).__name__}, not an array on devices: '
-            'partitioner.move_params_to_devices puts it there'
-        )
-    if isinstance(expected, NamedSharding):
-        check_spec(expected.spec, expected.mesh, path, array.shape)
-    if not held.is_equivalent_to(expected, array.ndim):
-        raise ValueError(
-            f'{path} of shape {array.shape} is laid out as {sharding_str(held)}, but the plan says '
-            f'{sharding_str(expected)}: pass plan.specs as out_axis_resources when you partition '
-            'the function that makes this state'
-        )
 
 
 def check_bytes(budget: Any) -> None:
@@ -344,30 +348,11 @@ def _why_replicated(row: PlanRow, mesh: MeshLike) -> str:
     spec = (*boundary_spec(row.spec), *[None] * len(row.shape))
     used = {axis for entry in spec for axis in sharding_axes(entry)}
     free = [axis for axis, size in axis_sizes(mesh).items() if size > 1 and axis not in used]
-    whys = [why for dim, size in enumerate(row.shape) if size > 1 for why in _whys(row, dim, free)]
+    whys = []
+    for dim, d in enumerate(row.dimensions):
+        if row.shape[dim] > 1 and d.mesh_axes is None:
+            whys.append((dimension_str(d.name, dim), d.reason))
+        elif row.shape[dim] > 1:
+            lost = ((f'rule {r!r}', why) for r, why in d.lost if {*free} & {*as_tuple(r[1])})
+            whys.extend(lost)
     return f'over {", ".join(free)}: {join_reasons(whys) or "no dimension is left"}'
-
-
-def _whys(row: PlanRow, dim: int, free: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Why a dimension, or a rule for it, does not use the free mesh axes."""
-    resolved = row.dimensions[dim]
-    subject = dimension_str(resolved.name, dim)
-    if resolved.mesh_axes is None:
-        yield subject, resolved.reason
-    else:
-        for rule, why in resolved.lost:
-            if {*free} & {*as_tuple(rule[1])}:
-                yield f'rule {rule!r}', why
-
-
-def _policy_dimensions(row: PlanRow) -> list[Any]:
-    return [(dim, d) for dim, d in enumerate(row.dimensions) if d.policy is not None]
-
-
-def _policy_cost(row: PlanRow, mesh: MeshLike) -> Cost:
-    wanted = [axis for d in row.dimensions for axis in sharding_axes(d.wanted)]
-    even = -(-row.bytes_total // num_shards(wanted, mesh))
-    texts = []
-    for dim, d in _policy_dimensions(row):
-        texts.append(f'{dimension_str(d.name, dim)}: {d.policy}, {d.reason}{d.fitting_sizes}')
-    return Cost(row, max(row.bytes_per_device - even, 0), '; '.join(texts))

@@ -227,7 +227,9 @@ def build_plan(
         return lay_out_state(state, rules.layout, rules, mesh, report)
     replicate = rules.rules.on_unmatched == 'replicate'
     try:
-        tree = walk(state, rules.overrides, _ignore if replicate else report, said=said)
+        # The policy replicates arrays without names.
+        ignore = lambda path, problem: None  # noqa: E731
+        tree = walk(state, rules.overrides, ignore if replicate else report, said=said)
     except NoNamesError:
         if not replicate:
             raise
@@ -258,10 +260,6 @@ def lint(rules: RuleSet, mesh: MeshLike, state: Any = None) -> tuple[Finding, ..
     findings += [f for f in row_findings(rows, rules) if f.where not in wrong]
     findings += rule_findings(rules, mesh, rows)
     return tuple(sorted(dict.fromkeys(findings), key=lambda finding: finding.severity))
-
-
-def _ignore(path: str, problem: Problem) -> None:
-    """Accepts an array without names, which the policy replicates."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -318,28 +316,18 @@ class _RuleBuilder(PlanBuilder):
             alone = () if leaf.array is None else ((leaf.path, leaf.array),)
             for path, array in (*alone, *leaf.covered):
                 self.covered.append(self.replicated(path, array, leaf.role, SAID_NONE))
-            return _without_axes(len(leaf.dims))
+            return Unplanned(AxisNames(*[None] * len(leaf.dims)), None)
         if leaf.path in self._large:
-            self.report('/'.join(leaf.path), _replicated_silently(leaf, self._large, self.mesh))
+            others = len(self._large) - 1
+            alike = f' So would the bytes of {others} more arrays.' if others else ''
+            texts = {path: ['/'.join(path)] for path in self._large}
+            message = (
+                f'Missing axis names: an array of shape {shape_of(leaf.array)} has no names and '
+                f'follows no parameter, so all of its {nbytes(leaf.array):,} bytes would be on '
+                f'each of the {math.prod(axis_sizes(self.mesh).values())} devices '
+                f'({describe_axes(self.mesh)}).{alike} To replicate on purpose, add to '
+                f'params_axes_names_override {replicating_rules(self._large, texts)[1:-1]}, with '
+                "names in place of None to shard; or write only layout='fsdp'"
+            )
+            self.report('/'.join(leaf.path), Problem('names', message))
         return self.replicated(leaf.path, leaf.array, leaf.role, NO_NAMES)
-
-
-@functools.cache
-def _without_axes(rank: int) -> Unplanned:
-    """The entry of an array for which the state names no axes."""
-    return Unplanned(AxisNames(*(None,) * rank), None)
-
-
-def _replicated_silently(leaf: Leaf, large: Mapping[Path, Shape], mesh: MeshLike) -> Problem:
-    """The problem of one of the `large` arrays, with what to write for all of them."""
-    others = len(large) - 1
-    alike = f' So would the bytes of {others} more arrays.' if others else ''
-    return Problem(
-        'names',
-        f'Missing axis names: an array of shape {shape_of(leaf.array)} has no names and follows no '
-        f'parameter, so all of its {nbytes(leaf.array):,} bytes would be on each of the '
-        f'{math.prod(axis_sizes(mesh).values())} devices ({describe_axes(mesh)}).{alike} To '
-        'replicate on purpose, add to params_axes_names_override '
-        f'{replicating_rules(large, {path: ["/".join(path)] for path in large})[1:-1]}, with '
-        "names in place of None to shard; or write only layout='fsdp'",
-    )

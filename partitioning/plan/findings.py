@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from partitioning.plan.layouts import RuleLayout, RuleSet, WordLayout, rule_str
-from partitioning.plan.rows import NO_NAMES, NOT_COVERED, OF_LAYERS, PlanRow, dimension_str
+from partitioning.plan.rows import NO_NAMES, NOT_COVERED, OF_LAYERS, PlanRow, policy_texts
 from partitioning.rules import (
     AxisRules,
     MeshLike,
@@ -19,7 +19,6 @@ from partitioning.rules import (
     nearest,
 )
 from partitioning.rules.checks import axis_problems
-from partitioning.state import Role
 
 
 class Finding(NamedTuple):
@@ -52,7 +51,13 @@ def rule_findings(
         return  # it made the rules
     if isinstance(rules.layout, RuleLayout):
         yield from _of_partition_rules(rules.layout, sizes, rows)
-    for noun, of_roles, roles in _sets(rules):
+    # Each set of rules, with its noun and the roles of the arrays that it lays out.
+    sets: list[tuple[str, AxisRules, Sequence[str]]]
+    sets = [('rule', rules.rules, ('parameters', 'optimizer', 'other'))]
+    if rules.optimizer_rules is not None:
+        of_optimizer = ('optimizer rule', rules.optimizer_rules, ('optimizer',))
+        sets = [of_optimizer, ('rule', rules.rules, ('parameters', 'other'))]
+    for noun, of_roles, roles in sets:
         found = [*_of_rules(noun, of_roles, sizes)]
         yield from found
         if rows and not rules.are_defaults and rules.layout is None:
@@ -79,19 +84,8 @@ def row_findings(rows: Sequence[PlanRow], rules: RuleSet | None) -> Iterator[Fin
                 f'{OF_LAYERS}'
             )
             yield Finding('warning', 'few names', row.path, message)
-        for dim, d in enumerate(row.dimensions):
-            if d.policy is not None:
-                message = f'{dimension_str(d.name, dim)}: {d.policy}, {d.reason}{d.fitting_sizes}'
-                yield Finding('warning', 'policy', row.path, message)
-
-
-def _sets(rules: RuleSet) -> Iterator[tuple[str, AxisRules, Sequence[Role]]]:
-    """Each set of rules with its noun and the roles of the arrays it lays out."""
-    if rules.optimizer_rules is None:
-        yield 'rule', rules.rules, ('parameters', 'optimizer', 'other')
-    else:
-        yield 'optimizer rule', rules.optimizer_rules, ('optimizer',)
-        yield 'rule', rules.rules, ('parameters', 'other')
+        for message in policy_texts(row):
+            yield Finding('warning', 'policy', row.path, message)
 
 
 def _of_rules(noun: str, rules: AxisRules, sizes: Mapping[str, int]) -> Iterator[Finding]:

@@ -207,19 +207,30 @@ class RuleLayout:
             return whole(subject, 'an array of one element'), ()
         rule = self.first_match('/'.join(subject.path), '/'.join(subject.path[subject.tree :]))
         if rule is None:
-            return self._unmatched(subject)
+            reason = 'no partition rule matches it' if self.rules else NO_NAMES
+            if self.policies.on_unmatched == 'error':
+                return whole(subject, reason), (Problem('unmatched', reason),)
+            return [dataclasses.replace(d, policy='replicate') for d in whole(subject, reason)], ()
         pattern, axes = rule
         if problems := (*rule_problems(rule, shape, mesh),):
             return whole(subject, f'partition rule {pattern!r} does not fit'), problems
         entries = (*axes, *[None] * (len(shape) - len(axes)))
-        dimensions = [_dimension(pattern, entry) for entry in entries]
+        dimensions = [
+            dataclasses.replace(
+                without_name(f'{"replicates" if entry is None else "shards"} it'),
+                mesh_axes=entry,
+                wanted=entry,
+                rule=(pattern, entry),
+            )
+            for entry in entries
+        ]
         found = (*apply_policies(dimensions, shape, mesh, self.policies.on_indivisible),)
         if any(d.policy == 'pad' for d in dimensions):
             found = (*found, *padding_problems(mesh))
         dimensions = [
-            dataclasses.replace(d, reason=f'partition rule {pattern!r}: {d.reason}')
-            if d.policy
-            else d
+            dataclasses.replace(
+                d, reason=f'partition rule {pattern!r}{":" if d.policy else ""} {d.reason}'
+            )
             for d in dimensions
         ]
         if found:
@@ -235,20 +246,6 @@ class RuleLayout:
             if any(re.search(rule[0], text) for text in texts):
                 return rule
         return None
-
-    def _unmatched(self, subject: Subject) -> Decision:
-        reason = 'no partition rule matches it' if self.rules else NO_NAMES
-        dimensions = whole(subject, reason)
-        if self.policies.on_unmatched == 'error':
-            return dimensions, (Problem('unmatched', reason),)
-        return tuple(dataclasses.replace(d, policy='replicate') for d in dimensions), ()
-
-
-def _dimension(pattern: str, axes: MeshAxes) -> ResolvedDimension:
-    reason = f'partition rule {pattern!r} {"replicates" if axes is None else "shards"} it'
-    return dataclasses.replace(
-        without_name(reason), mesh_axes=axes, wanted=axes, rule=(pattern, axes)
-    )
 
 
 @dataclasses.dataclass(frozen=True)

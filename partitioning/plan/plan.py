@@ -18,7 +18,7 @@ from partitioning.plan.findings import Finding, row_findings, rule_findings
 from partitioning.plan.layouts import RuleSet
 from partitioning.plan.plan_file import from_json, to_json
 from partitioning.plan.rows import PlanRow, check_layout_of, shard_shape
-from partitioning.plan.tables import count, shape_str, spec_or_padded_str, text_table
+from partitioning.plan.tables import count, row_table
 from partitioning.rules import (
     AxisNames,
     MeshLike,
@@ -313,23 +313,12 @@ class Plan:
 
     def __str__(self) -> str:
         head = ('array', 'shape', 'spec', 'shard shape', 'bytes per device', 'reason')
-        rows = [
-            (
-                row.path,
-                shape_str(row.shape),
-                spec_or_padded_str(row.spec),
-                shape_str(row.shard_shape),
-                f'{row.bytes_per_device:,}',
-                row.reason,
-            )
-            for row in self.rows
-        ]
         total = (
             f'{count(len(self.rows), "array")}, {self.bytes_total:,} bytes; '
             f'{self.bytes_per_device:,} bytes per device of the mesh {describe_axes(self.mesh)}'
         )
         options = [f'compiler option {option}' for option in self.compiler_options]
-        return '\n'.join([*text_table(head, rows), '', total, *options])
+        return '\n'.join([*row_table(self.rows, head), '', total, *options])
 
     @functools.cached_property
     def _by_path(self) -> dict[str, PlanRow]:

@@ -107,18 +107,9 @@ def row_to_json(row: PlanRow) -> dict[str, Any]:
 
 
 def _dimension_to_json(d: ResolvedDimension) -> dict[str, Any]:
-    held = {'name': _lists(d.name), 'axes': _lists(d.mesh_axes), 'reason': d.reason}
-    if d.rule is not None:
-        held['rule'] = _lists(d.rule)
-    if d.lost:
-        held['lost'] = [[_lists(rule), why] for rule, why in d.lost]
-    if d.policy is not None:
-        held['policy'] = d.policy
-    if d.wanted != d.mesh_axes:
-        held['wanted'] = _lists(d.wanted)
-    if d.fits:
-        held['fits'] = list(d.fits)
-    return held
+    held = {key: _lists(getattr(d, 'mesh_axes' if key == 'axes' else key)) for key in _DIMENSION}
+    empty = {'rule': None, 'lost': [], 'policy': None, 'wanted': held['axes'], 'fits': []}
+    return {k: value for k, value in held.items() if k not in empty or value != empty[k]}
 
 
 def _lists(value: Any) -> Any:
@@ -206,18 +197,8 @@ def _is_rule(value: Any) -> bool:
     return _is_pair(value) and isinstance(value[0], str) and _is_axes(value[1])
 
 
-def _is_lost(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        _is_pair(x) and _is_rule(x[0]) and isinstance(x[1], str) for x in value
-    )
-
-
 def _is_pair(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2
-
-
-def _is_policy(value: Any) -> bool:
-    return value in _POLICIES
 
 
 _POLICIES = [x for kind in typing.get_args(Policy) for x in typing.get_args(kind)]
@@ -228,8 +209,14 @@ _DIMENSION: dict[str, tuple[Callable[[Any], bool], str]] = {
     'axes': _AXES,
     'reason': (lambda x: isinstance(x, str), 'a text'),
     'rule': (_is_rule, 'a [logical axis, mesh axes] pair'),
-    'lost': (_is_lost, 'a list of [rule, reason] pairs'),
-    'policy': (_is_policy, f'one of {_POLICIES}'),
+    'lost': (
+        lambda x: (
+            isinstance(x, list)
+            and all(_is_pair(y) and _is_rule(y[0]) and isinstance(y[1], str) for y in x)
+        ),
+        'a list of [rule, reason] pairs',
+    ),
+    'policy': (lambda x: x in _POLICIES, f'one of {_POLICIES}'),
     'wanted': _AXES,
     'fits': (lambda x: isinstance(x, list) and all(map(is_count, x)), 'a list of sizes'),
 }

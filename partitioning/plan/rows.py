@@ -179,6 +179,15 @@ def dimension_str(name: Any, dim: int) -> str:
     return name if isinstance(name, str) else f'dimension {dim}'
 
 
+def policy_texts(row: PlanRow) -> list[str]:
+    """For each dimension that a policy decided, which policy and why."""
+    return [
+        f'{dimension_str(d.name, dim)}: {d.policy}, {d.reason}{d.fitting_sizes}'
+        for dim, d in enumerate(row.dimensions)
+        if d.policy is not None
+    ]
+
+
 def join_reasons(subjects_and_reasons: Any) -> str:
     """Reasons in one line, each once, with the subjects that share it."""
     subjects: dict[str, list[str]] = {}

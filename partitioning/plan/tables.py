@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from partitioning.plan.rows import PlanRow
@@ -12,6 +12,21 @@ from partitioning.rules import MeshLike, PaddedSpec, Spec, axis_sizes, describe_
 TextRows = Sequence[tuple[str, ...]]
 # Columns of these names hold numbers, which are aligned to the right.
 _NUMBERS = ('arrays', 'bytes', 'bytes per device', 'share', 'more than its share')
+
+
+# What tables say of an array, by the name of the column.
+_COLUMNS: dict[str, Callable[[PlanRow], str]] = {
+    'array': lambda row: row.path,
+    'shape': lambda row: shape_str(row.shape),
+    'dtype': lambda row: row.dtype,
+    'logical axes': lambda row: (
+        ', '.join(n if isinstance(n, str) else 'None' for n in row.logical_axes) or '-'
+    ),
+    'spec': lambda row: spec_or_padded_str(row.spec),
+    'shard shape': lambda row: shape_str(row.shard_shape),
+    'bytes per device': lambda row: f'{row.bytes_per_device:,}',
+    'reason': lambda row: row.reason,
+}
 
 
 class Table(NamedTuple):
@@ -25,31 +40,24 @@ class Table(NamedTuple):
 def layout_table(rows: Sequence[PlanRow], mesh: MeshLike) -> str:
     """The layout of every array as plain text, with the mesh above and the sums below."""
     head = ('array', 'shape', 'dtype', 'logical axes', 'spec', 'shard shape', 'bytes per device')
-    lines = [
-        (
-            row.path,
-            shape_str(row.shape),
-            row.dtype,
-            ', '.join(n if isinstance(n, str) else 'None' for n in row.logical_axes) or '-',
-            spec_or_padded_str(row.spec),
-            shape_str(row.shard_shape),
-            f'{row.bytes_per_device:,}',
-        )
-        for row in rows
-    ]
     total, held = sum(r.bytes_total for r in rows), sum(r.bytes_per_device for r in rows)
     devices = math.prod(axis_sizes(mesh).values())
     return '\n'.join(
         [
             f'mesh: {describe_axes(mesh)} ({count(devices, "device")})',
             '',
-            *text_table(head, lines),
+            *row_table(rows, head),
             '',
             f'{count(len(rows), "array")}, {total:,} bytes; {held:,} bytes per device '
             f'({held / max(total, 1):.1%} of the total; evenly sharded {1 / devices:.1%})',
             '',
         ]
     )
+
+
+def row_table(rows: Sequence[PlanRow], head: tuple[str, ...]) -> list[str]:
+    """The lines of a table with one line per array, and the columns of these names."""
+    return text_table(head, [tuple(_COLUMNS[name](row) for name in head) for row in rows])
 
 
 def text_tables(tables: Sequence[Table]) -> str:
