@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,7 +72,9 @@ def draw_audit(
     plot.set_ylim(0, 1.12 * high)
     if budget is not None:
         _draw_budget(plot, budget / unit, high, _amount(budget))
-    _number_devices(plot.xaxis, ids)
+    step = -(-len(ids) // TICKS) if len(ids) > 2 * TICKS else 1
+    places = range(0, len(ids), step)
+    plot.xaxis.set_ticks(places, [str(ids[place]) for place in places], fontsize=8)
     plot.set_xlim(-0.6, len(ids) - 0.4)
     plot.set_xlabel('device')
     plot.set_ylabel(f'{name} held')
@@ -132,9 +133,3 @@ def _draw_budget(plot: Any, budget: float, high: float, amount: str) -> None:
 
 def _amount(held: float) -> str:
     return f'{held / GIB:,.3g} GiB' if held >= _LEAST_GIB else f'{held:,.0f} bytes'
-
-
-def _number_devices(axis: Any, ids: Sequence[int]) -> None:
-    step = -(-len(ids) // TICKS) if len(ids) > 2 * TICKS else 1
-    places = range(0, len(ids), step)
-    axis.set_ticks(places, [str(ids[place]) for place in places], fontsize=8)

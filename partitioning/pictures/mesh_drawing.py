@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from partitioning.mesh.rings import AxisRing, Placement, axis_rings, find_placement
+from partitioning.mesh.rings import Placement, axis_rings, find_placement
+from partitioning.pictures.figures import new_figure
 from partitioning.pictures.shards import is_dark, shade
 
 _GAP = 0.6  # the space between planes, slices and hosts, in devices
@@ -43,10 +44,6 @@ def draw_mesh(
     Raises:
       RuntimeError: if matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise RuntimeError("drawing needs matplotlib: pip install 'meshwright[plot]'") from None
     places, side, captions = places_on_paper(mesh)
     rings = axis_rings(mesh, wrap=wrap, granule_size=granule_size)
     axes = [i for i, ring in enumerate(rings) if ring.size > 1] or [len(rings) - 1]
@@ -55,19 +52,21 @@ def draw_mesh(
     columns = len(axes) if width <= 2 * height else 1
     rows = math.ceil(len(axes) / columns)
     inches = _PANEL_INCHES * (1 if columns > 1 or width <= 2 * height else 1.8)
-    figure = Figure(
-        figsize=(columns * inches, rows * (inches * height / width + 0.35) + 0.35),
-        layout='constrained',
-    )
-    dot = min(8.0, 40 * inches / width)
+    figure = new_figure((columns * inches, rows * (inches * height / width + 0.35) + 0.35))
     for number, axis in enumerate(axes, start=1):
         panel = figure.add_subplot(rows, columns, number)
         _draw_squares(panel, mesh, places, side, axis)
         if rings[axis].size > 1:
-            _draw_ring(panel, places, axis, dot)
+            first = tuple(slice(None) if i == axis else 0 for i in range(places.ndim - 1))
+            style: dict[str, Any] = {'color': 'crimson', 'linewidth': 1.6, 'alpha': 0.8}
+            dot = min(8.0, 40 * inches / width)
+            panel.plot(*places[first].T, marker='o', markersize=dot, **style)
+            panel.plot(*places[first][[-1, 0]].T, linestyle=':', **style)
         for x, y, caption in captions:
             panel.text(x, y, caption, size=5, color='gray', va='bottom')
-        panel.set_title(_heading(rings[axis]), fontsize=9)
+        ring = rings[axis]
+        hops = '' if ring.mean_hops is None else f', mean hops {ring.mean_hops:.2f}'
+        panel.set_title(f'{ring.axis} {ring.size}: {ring.network}{hops}', fontsize=9)
         panel.set_aspect('equal')
         panel.margins(0.01)
         panel.autoscale_view()
@@ -75,7 +74,7 @@ def draw_mesh(
         panel.axis('off')
     if title:
         figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path)
 
 
 def _draw_squares(panel: Any, mesh: Mesh, places: np.ndarray, side: float, axis: int) -> None:
@@ -93,19 +92,6 @@ def _draw_squares(panel: Any, mesh: Mesh, places: np.ndarray, side: float, axis:
         for (x, y), number in zip(places.reshape(-1, 2), position, strict=True):
             color = 'white' if number < 0.6 * (size - 1) else 'black'
             panel.text(x, y, number, ha='center', va='center', size=6.5, color=color, zorder=3)
-
-
-def _draw_ring(panel: Any, places: np.ndarray, axis: int, dot: float) -> None:
-    first = [slice(None) if i == axis else 0 for i in range(places.ndim - 1)]
-    line = places[tuple(first)]
-    style = {'color': 'crimson', 'linewidth': 1.6, 'alpha': 0.8}
-    panel.plot(*line.T, marker='o', markersize=dot, **style)
-    panel.plot(*line[[-1, 0]].T, linestyle=':', **style)
-
-
-def _heading(ring: AxisRing) -> str:
-    hops = '' if ring.mean_hops is None else f', mean hops {ring.mean_hops:.2f}'
-    return f'{ring.axis} {ring.size}: {ring.network}{hops}'
 
 
 def places_on_paper(mesh: Mesh) -> tuple[np.ndarray, float, list[tuple[float, float, str]]]:
@@ -179,7 +165,13 @@ def mesh_picture(mesh: Mesh, *, color: bool = False) -> str:
     width = max(map(len, labels)) + 2
     places, _, captions = places_on_paper(mesh)
     xy = [(round(x, 2), round(y, 2)) for x, y in places.reshape(-1, 2).tolist()]
-    columns = _columns(sorted({x for x, _ in xy}), width)
+    # The column of text at which each x begins; there is a gap between planes.
+    columns: dict[float, int] = {}
+    xs, column = sorted({x for x, _ in xy}), 0
+    for before, x in itertools.pairwise([xs[0], *xs]):
+        column += _TEXT_GAP * (x - before > 1)
+        columns[x] = column
+        column += width
     rows = collections.defaultdict[float, list[tuple[int, str, int | None]]](list)
     for (x, y), label, position in zip(xy, labels, positions, strict=True):
         rows[y].append((columns[x], f'{label:^{width}}', position[-1]))
@@ -191,16 +183,6 @@ def mesh_picture(mesh: Mesh, *, color: bool = False) -> str:
         lines += [''] * (y - above > 1)
         lines.append(_line(sorted(rows[y]), mesh.devices.shape[axes[-1]] if color else None))
     return '\n'.join(line for n, line in enumerate(lines) if line or n > 1)
-
-
-def _columns(xs: Sequence[float], width: int) -> dict[float, int]:
-    """The column of text at which each x begins; there is a gap between planes."""
-    columns, column = {}, 0
-    for before, x in itertools.pairwise([xs[0], *xs]):
-        column += _TEXT_GAP * (x - before > 1)
-        columns[x] = column
-        column += width
-    return columns
 
 
 def _line(pieces: Sequence[tuple[int, str, int | None]], count: int | None) -> str:

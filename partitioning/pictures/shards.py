@@ -24,6 +24,10 @@ Range = tuple[int, int]  # start and stop
 Block = tuple[Range, ...]  # one range per dimension
 Color = tuple[int, int, int]  # red, green and blue, each at most 255
 
+_PANELS_ACROSS = 4
+_POINTS = 72  # per inch
+_SMALLEST_TEXT = 4.0  # points; smaller text cannot be read
+_TEXT_WIDTH = 100
 _MAX_LABEL = 16  # the most characters of device numbers in one block
 # Dark to light in steps of equal visual distance; the same on a terminal and on paper.
 _COLORS = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
@@ -43,8 +47,10 @@ class Panel(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class ShardGrid:
-    """The blocks of an array, arranged along two of its dimensions.
+class ShardingPicture:
+    """Which device holds which block of an array; `visualize_sharding` makes it.
+
+    `print` shows it as text, `rich.print` in color, and a notebook as an image.
 
     Attributes:
       shape: the global shape of the array.
@@ -102,6 +108,82 @@ class ShardGrid:
     def _block(self, at: Mapping[Any, Any]) -> Block:
         return tuple(at[dim] for dim in range(len(self.shape)))
 
+    def figure(self) -> Figure:
+        """The picture as a matplotlib Figure. All blocks are drawn in one size.
+
+        Each has the color and the numbers of its devices. The numbers at the edges count elements.
+
+        Raises:
+          RuntimeError: if matplotlib is not installed.
+        """
+        downs, rights = (self.ranges_along(dim) for dim in self.drawn)
+        across = min(len(self.panels), _PANELS_ACROSS)
+        down = math.ceil(len(self.panels) / across)
+        # Blocks get the space that their numbers need, as long as the self fits a page.
+        longest = max(map(len, map(self.label, self.devices)))
+        width = min(max(len(rights) * max(0.45, 0.085 * longest + 0.1), 2.2), 9.0 / across)
+        height = min(max(len(downs) * 0.36, 0.8), 8.0 / down)
+        least = 0.075 * len(self.title)
+        figure = new_figure(
+            (max(across * (width + 0.5) + 0.3, least), down * (height + 0.5) + 0.35)
+        )
+        for number, panel in enumerate(self.panels, start=1):
+            plot = figure.add_subplot(down, across, number)
+            _draw_blocks(plot, self, panel, width / len(rights), height / len(downs))
+            plot.set_title(place_str(panel.place), fontsize=8)
+            plot.invert_yaxis()
+            _number_blocks(plot.xaxis, rights, self.drawn[1])
+            _number_blocks(plot.yaxis, downs, self.drawn[0])
+            plot.spines[:].set_visible(False)
+        figure.suptitle(self.title, fontsize=9)
+        return figure
+
+    def __repr__(self) -> str:
+        return f'ShardingPicture({self.title!r})'
+
+    def __str__(self) -> str:
+        lines = (''.join(text for text, _ in line).rstrip() for line in self._lines(_TEXT_WIDTH))
+        return '\n'.join(lines)
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.text import Text  # only rich calls this, so it is installed
+
+        for line in self._lines(options.max_width):
+            drawn = Text()
+            for text, color in line:
+                style = None
+                if color is not None:
+                    ink = 'white' if is_dark(color) else 'black'
+                    style = f'{ink} on rgb({",".join(map(str, color))})'
+                drawn.append(text, style=style)
+            yield drawn
+
+    def _repr_png_(self) -> bytes:
+        return png_of(self.figure())
+
+    def _lines(self, width: int) -> Iterator[list[tuple[str, Color | None]]]:
+        """The lines as pieces of text with their colors; wide grids are split into bands."""
+        downs, rights = (self.ranges_along(dim) for dim in self.drawn)
+        heads, sides = [range_str(right) for right in rights], [range_str(down) for down in downs]
+        margin = max(map(len, sides)) + 2
+        cell = max(map(len, [*heads, *map(self.label, self.devices)])) + 2
+        fit = max((width - margin) // (cell + 1), 1)
+        yield [(self.title, None)]
+        if len(self.shape) > 2:
+            yield [('dimension {} downwards, {} to the right'.format(*self.drawn), None)]
+        for panel in self.panels:
+            if panel.place:
+                yield [(place_str(panel.place), None)]
+            for first in range(0, len(heads), fit):
+                band = slice(first, first + fit)
+                if any(heads):
+                    yield [(' ' * margin, None), *((f'{h:^{cell}} ', None) for h in heads[band])]
+                for side, blocks in zip(sides, panel.rows, strict=True):
+                    line: list[tuple[str, Color | None]] = [(f'{side:>{margin - 2}}  ', None)]
+                    for block in blocks[band]:
+                        line += [(f'{self.label(block):^{cell}}', self.color(block)), (' ', None)]
+                    yield line
+
 
 def shade(number: int, count: int) -> Color:
     """The color of one of `count` things, from dark to light."""
@@ -149,41 +231,10 @@ def is_dark(color: Color) -> bool:
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_PANELS_ACROSS = 4
-_POINTS = 72  # per inch
-_SMALLEST_TEXT = 4.0  # points; smaller text cannot be read
 
-
-def sharding_figure(picture: ShardGrid) -> Figure:
-    """Draws the blocks of an array, each in the color and with the numbers of its devices.
-
-    All blocks are drawn in one size. The numbers at the edges count elements.
-
-    Raises:
-      RuntimeError: if matplotlib is not installed.
-    """
-    downs, rights = (picture.ranges_along(dim) for dim in picture.drawn)
-    across = min(len(picture.panels), _PANELS_ACROSS)
-    down = math.ceil(len(picture.panels) / across)
-    # Blocks get the space that their numbers need, as long as the picture fits a page.
-    longest = max(map(len, map(picture.label, picture.devices)))
-    width = min(max(len(rights) * max(0.45, 0.085 * longest + 0.1), 2.2), 9.0 / across)
-    height = min(max(len(downs) * 0.36, 0.8), 8.0 / down)
-    least = 0.075 * len(picture.title)
-    figure = new_figure((max(across * (width + 0.5) + 0.3, least), down * (height + 0.5) + 0.35))
-    for number, panel in enumerate(picture.panels, start=1):
-        plot = figure.add_subplot(down, across, number)
-        _draw_blocks(plot, picture, panel, width / len(rights), height / len(downs))
-        plot.set_title(place_str(panel.place), fontsize=8)
-        plot.invert_yaxis()
-        _number_blocks(plot.xaxis, rights, picture.drawn[1])
-        _number_blocks(plot.yaxis, downs, picture.drawn[0])
-        plot.spines[:].set_visible(False)
-    figure.suptitle(picture.title, fontsize=9)
-    return figure
-
-
-def _draw_blocks(plot: Any, picture: ShardGrid, panel: Panel, width: float, height: float) -> None:
+def _draw_blocks(
+    plot: Any, picture: ShardingPicture, panel: Panel, width: float, height: float
+) -> None:
     """Draws the blocks of a panel in the given size, in inches, with numbers if they fit."""
     colors = [[picture.color(block) for block in row] for row in panel.rows]
     plot.pcolormesh(
@@ -194,7 +245,9 @@ def _draw_blocks(plot: Any, picture: ShardGrid, panel: Panel, width: float, heig
         linewidth=1.2 if min(width, height) > 0.1 else 0,
     )
     labels = [[picture.label(block) for block in row] for row in panel.rows]
-    size = _text_size(labels, width, height)
+    # The largest font size that fits all blocks, whose size is in inches.
+    longest = max(len(label) for row in labels for label in row)
+    size = min(9.0, 0.55 * height * _POINTS, 0.9 * width * _POINTS / (0.62 * longest))
     if size < _SMALLEST_TEXT:
         return
     for y, row in enumerate(labels):
@@ -216,73 +269,6 @@ def _number_blocks(axis: Any, ranges: Sequence[Range | None], dim: int | None) -
     axis.set_ticks(places, [str(edges[place]) for place in places], fontsize=7)
     axis.set_label_text(f'dimension {dim}', fontsize=8)
     axis.set_tick_params(length=0)
-
-
-def _text_size(labels: Sequence[Sequence[str]], width: float, height: float) -> float:
-    """The largest font size that fits all blocks, whose size is in inches."""
-    longest = max(len(label) for row in labels for label in row)
-    return min(9.0, 0.55 * height * _POINTS, 0.9 * width * _POINTS / (0.62 * longest))
-
-
-_TEXT_WIDTH = 100
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class ShardingPicture(ShardGrid):
-    """Which device holds which block of an array; `visualize_sharding` makes it.
-
-    `print` shows it as text, `rich.print` in color, and a notebook as an image.
-    """
-
-    def figure(self) -> Any:
-        """The picture as a matplotlib Figure.
-
-        Raises:
-          RuntimeError: if matplotlib is not installed.
-        """
-        return sharding_figure(self)
-
-    def __repr__(self) -> str:
-        return f'ShardingPicture({self.title!r})'
-
-    def __str__(self) -> str:
-        lines = (''.join(text for text, _ in line).rstrip() for line in self._lines(_TEXT_WIDTH))
-        return '\n'.join(lines)
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        from rich.text import Text  # only rich calls this, so it is installed
-
-        for line in self._lines(options.max_width):
-            drawn = Text()
-            for text, color in line:
-                drawn.append(text, style=None if color is None else _style(color))
-            yield drawn
-
-    def _repr_png_(self) -> bytes:
-        return png_of(self.figure())
-
-    def _lines(self, width: int) -> Iterator[list[tuple[str, Color | None]]]:
-        """The lines as pieces of text with their colors; wide grids are split into bands."""
-        downs, rights = (self.ranges_along(dim) for dim in self.drawn)
-        heads, sides = [range_str(right) for right in rights], [range_str(down) for down in downs]
-        margin = max(map(len, sides)) + 2
-        cell = max(map(len, [*heads, *map(self.label, self.devices)])) + 2
-        fit = max((width - margin) // (cell + 1), 1)
-        yield [(self.title, None)]
-        if len(self.shape) > 2:
-            yield [('dimension {} downwards, {} to the right'.format(*self.drawn), None)]
-        for panel in self.panels:
-            if panel.place:
-                yield [(place_str(panel.place), None)]
-            for first in range(0, len(heads), fit):
-                band = slice(first, first + fit)
-                if any(heads):
-                    yield [(' ' * margin, None), *((f'{h:^{cell}} ', None) for h in heads[band])]
-                for side, blocks in zip(sides, panel.rows, strict=True):
-                    line: list[tuple[str, Color | None]] = [(f'{side:>{margin - 2}}  ', None)]
-                    for block in blocks[band]:
-                        line += [(f'{self.label(block):^{cell}}', self.color(block)), (' ', None)]
-                    yield line
 
 
 def visualize_sharding(
@@ -339,11 +325,6 @@ def visualize_sharding(
     if png is not None:
         picture.figure().savefig(png)
     return picture
-
-
-def _style(color: Color) -> str:
-    red, green, blue = color
-    return f'{"white" if is_dark(color) else "black"} on rgb({red},{green},{blue})'
 
 
 def _shape(x: Any, array: Any) -> tuple[int, ...]:

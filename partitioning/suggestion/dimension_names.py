@@ -135,27 +135,18 @@ class _Roles(NamedTuple):
     kv: int | None = None
 
 
-def name_dimensions(
-    shapes: Mapping[str, Shape], stacked: Mapping[str, int], shards: Shards
-) -> dict[str, Named]:
-    """Names for all dimensions of all arrays, so that mesh axes shard each array.
-
-    Args:
-      shapes: the shape of each array, by path.
-      stacked: the dimension that counts layers, for arrays that have one.
-      shards: what must divide sizes.
-    """
-    guess = _Guess(shapes, stacked)
-    return {path: guess.named(path, shards) for path in shapes}
-
-
 def replicated(shape: Shape, layers: int | None) -> Named:
     """The names of an array that need not be sharded."""
     return Named(tuple('layers' if d == layers else None for d in range(len(shape))), 'small')
 
 
-class _Guess:
-    """What all shapes together say about one."""
+class DimensionNames:
+    """Names for all dimensions of all arrays, so that mesh axes shard each array.
+
+    Args:
+      shapes: the shape of each array, by path.
+      stacked: the dimension that counts layers, for arrays that have one.
+    """
 
     def __init__(self, shapes: Mapping[str, Shape], stacked: Mapping[str, int]):
         self._shapes, self._stacked = shapes, stacked
@@ -173,6 +164,7 @@ class _Guess:
         return tuple(self._shapes[path][d] for d in self._dims(path))
 
     def named(self, path: str, shards: Shards) -> Named:
+        """The names of one array; `shards` is what must divide sizes."""
         shape, words = self._shapes[path], read_path(path)
         dims = self._dims(path)
         if not dims:
@@ -208,7 +200,8 @@ class _Guess:
 
     def _roles(self, path: str, dims: Sequence[int], words: PathWords) -> _Roles:
         shape = self._shapes[path]
-        out_first = self._is_out_first(path)
+        key = re.split('[/.]', path)[-1]
+        out_first = self._out_first.get(key, key == 'weight')
         long = len(dims) > (2 if words.use == 'convolution' else 3)
         if long and words.use not in ('attention', 'bias'):  # a convolution of several channels
             one, other = dims[:2] if out_first else dims[-2:]
@@ -227,10 +220,6 @@ class _Guess:
             return _Roles(embed, rest[-2], 'heads', rest[-1])
         name = {'attention': 'heads', 'table': 'vocab', 'logits': 'vocab'}.get(words.use or '')
         return _Roles(embed, max(rest, key=lambda d: shape[d]), name or 'mlp')
-
-    def _is_out_first(self, path: str) -> bool:
-        key = re.split('[/.]', path)[-1]
-        return self._out_first.get(key, key == 'weight')
 
 
 def _out_first(shapes: Mapping[str, Shape]) -> dict[str, bool]:

@@ -36,7 +36,8 @@ class _Found(NamedTuple):
     is_general: bool = False
 
     def pattern(self, separator: str) -> str:
-        text = self.prefix + '/'.join(map(_piece_str, self.pieces))
+        keys = (p[0] if len(p) == 1 else f'({"|".join(p)})' for p in self.pieces)
+        text = self.prefix + '/'.join(keys)
         return text if separator == '/' else text.replace('/', f'\\{separator}')
 
 
@@ -88,7 +89,9 @@ class _Search:
         if ended and ended[0].names not in (None, covered):
             yield _found(ended, '', suffix)
         general = self._general_names(inner, suffix) if covered is None else None
-        below = _by_key(inner, len(suffix))
+        below: dict[str, list[_Item]] = {}  # the arrays by the key in front of the suffix
+        for item in inner:
+            below.setdefault(item.keys[-1 - len(suffix)], []).append(item)
         for piece, members in _branches(below):
             yield from self.rules(members, (piece, *suffix), general or covered)
         if general is not None:
@@ -137,18 +140,6 @@ def _union(one: _Found, other: _Found) -> _Found | None:
         return None
     pieces = (*one.pieces[: differ[0]], piece, *one.pieces[differ[0] + 1 :])
     return one._replace(place=min(one.place, other.place), pieces=pieces)
-
-
-def _piece_str(piece: Piece) -> str:
-    return piece[0] if len(piece) == 1 else f'({"|".join(piece)})'
-
-
-def _by_key(items: Sequence[_Item], depth: int) -> dict[str, list[_Item]]:
-    """The arrays by the key in front of the last `depth` keys of their paths."""
-    found: dict[str, list[_Item]] = {}
-    for item in items:
-        found.setdefault(item.keys[-1 - depth], []).append(item)
-    return found
 
 
 def _branches(below: Mapping[str, list[_Item]]) -> Iterator[tuple[Piece, list[_Item]]]:

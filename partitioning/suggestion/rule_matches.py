@@ -176,16 +176,14 @@ def list_targets(state: Any) -> dict[str, RuleTarget]:
     """
     found = rule_targets(flatten_state(state).entries)
     targets = [target for target in found if hasattr(target.array, 'dtype')]
-    below = {_below_params(target): target for target in targets}
+    below = {}
+    for target in targets:
+        whole, inside = target.texts[0], target.texts[-1]
+        is_below = whole.removesuffix(f'/{inside}').split('/')[-1] == 'params'
+        below[inside if is_below else whole] = target
     if len(below) == len(targets):
         return below
     return {target.texts[0]: target for target in targets}
-
-
-def _below_params(target: RuleTarget) -> str:
-    whole, inside = target.texts[0], target.texts[-1]
-    is_below = whole.removesuffix(f'/{inside}').split('/')[-1] == 'params'
-    return inside if is_below else whole
 
 
 def needs_rule(target: RuleTarget) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from partitioning.plan.by_rules import Shape, stacked_dimensions
@@ -11,7 +11,7 @@ from partitioning.plan.rows import SMALL
 from partitioning.plan.tables import count
 from partitioning.rules import MeshLike
 from partitioning.state import nbytes, shape_of
-from partitioning.suggestion.dimension_names import Named, Shards, name_dimensions, replicated
+from partitioning.suggestion.dimension_names import DimensionNames, Named, Shards, replicated
 from partitioning.suggestion.path_patterns import Names, make_path_rules
 from partitioning.suggestion.rule_matches import (
     RuleMatches,
@@ -96,9 +96,21 @@ def suggest_rules(state: Any, mesh: MeshLike | None = None) -> SuggestedRules:
     sizes = {path: nbytes(array) for path, array in wanted.items()}
     stacked = stacked_dimensions(shapes)
     shards = Shards() if mesh is None else Shards.of_mesh(mesh)
-    named = name_dimensions(shapes, stacked, shards)
-    vectors = {path for path in named if _is_vector(path, shapes, stacked, named)}
-    named |= _small(named, shapes, sizes, stacked, vectors)
+    names_of = DimensionNames(shapes, stacked)
+    named = {path: names_of.named(path, shards) for path in shapes}
+    # Biases, and arrays that have at most one dimension apart from layers.
+    vectors = {
+        path
+        for path, n in named.items()
+        if n.use == 'bias'
+        or sum(size > 1 for d, size in enumerate(shapes[path]) if d != stacked.get(path)) <= 1
+    }
+    # Small arrays are replicated if these are a small share of all bytes.
+    small = {path for path in shapes if sizes[path] <= SMALL}
+    for group in ({p for p in small if p in vectors or named[p].how != 'pair'}, small & vectors):
+        if sum(sizes[path] for path in group) <= _WHOLE * sum(sizes.values()):
+            named |= {path: replicated(shapes[path], stacked.get(path)) for path in group}
+            break
     names = {path: named[path].names if path in named else None for path in targets}
     general = {named[path].names for path in vectors}
     rules = make_path_rules(names, general)
@@ -109,30 +121,6 @@ def suggest_rules(state: Any, mesh: MeshLike | None = None) -> SuggestedRules:
             f'{shards.axes}. For other meshes, write suggest_rules(state, mesh).'
         )
     return SuggestedRules(rules, explain_rules(state, rules), notes)
-
-
-def _is_vector(
-    path: str, shapes: Mapping[str, Shape], stacked: Mapping[str, int], named: Mapping[str, Named]
-) -> bool:
-    """Whether an array is a bias or has at most one dimension apart from layers."""
-    dims = [n for d, n in enumerate(shapes[path]) if d != stacked.get(path) and n > 1]
-    return len(dims) <= 1 or named[path].use == 'bias'
-
-
-def _small(
-    named: Mapping[str, Named],
-    shapes: Mapping[str, Shape],
-    sizes: Mapping[str, int],
-    stacked: Mapping[str, int],
-    vectors: Collection[str],
-) -> dict[str, Named]:
-    """Names that replicate the small arrays, if these are a small share of all bytes."""
-    small = {path for path in shapes if sizes[path] <= SMALL}
-    small_vectors = small.intersection(vectors)
-    for group in (small_vectors | {p for p in small if named[p].how != 'pair'}, small_vectors):
-        if sum(sizes[path] for path in group) <= _WHOLE * sum(sizes.values()):
-            return {path: replicated(shapes[path], stacked.get(path)) for path in group}
-    return {}
 
 
 def _notes(

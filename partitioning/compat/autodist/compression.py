@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from partitioning.products.sums import varying_axes
 from partitioning.rules import (
     MeshLike,
     as_tuple,
@@ -83,7 +84,12 @@ def compress_gradients(
     """
     import optax  # imported here because it is heavy and only compression needs it
 
-    sent = _floating(dtype)
+    try:
+        sent = jnp.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(f'dtype {dtype!r} is not a dtype: {error}') from error
+    if not jnp.issubdtype(sent, jnp.floating):
+        raise ValueError(f"dtype {sent} is not floating: use 'bfloat16', for example")
     workers = _count_workers(error_feedback, axis_name, mesh)
 
     def init(params: Any) -> CompressionState:
@@ -94,7 +100,14 @@ def compress_gradients(
 
     def update(grads: Any, state: CompressionState, params: Any = None) -> tuple[Any, Any]:
         del params
-        _check_inside(axis_name)
+        try:
+            for axis in as_tuple(axis_name):
+                jax.lax.axis_index(axis)
+        except NameError as error:
+            raise ValueError(
+                f'compress_gradients(axis_name={axis_name!r}) must run inside a jax.shard_map over '
+                f'{axis_name!r}; without a shard_map, remove axis_name'
+            ) from error
         flat = jax.tree.leaves(grads)
         tree: Any = jax.tree.structure(grads)
         errors = tree.flatten_up_to(state.error) if error_feedback else [None] * len(flat)
@@ -137,16 +150,6 @@ def _wide(x: Any) -> Any:
     return jnp.promote_types(jnp.result_type(x), jnp.float32)
 
 
-def _floating(dtype: Any) -> Any:
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError as error:
-        raise ValueError(f'dtype {dtype!r} is not a dtype: {error}') from error
-    if not jnp.issubdtype(found, jnp.floating):
-        raise ValueError(f"dtype {found} is not floating: use 'bfloat16', for example")
-    return found
-
-
 def _count_workers(error_feedback: bool, axis_name: AxisName | None, mesh: MeshLike | None) -> int:
     """The number of workers that keep rounding errors."""
     if mesh is None:
@@ -159,18 +162,6 @@ def _count_workers(error_feedback: bool, axis_name: AxisName | None, mesh: MeshL
         )
     check_axes(as_tuple(axis_name), mesh, 'axis_name')
     return num_shards(axis_name, mesh)
-
-
-def _check_inside(axis_name: AxisName | None) -> None:
-    """Raises ValueError unless the current function runs on the workers."""
-    try:
-        for axis in as_tuple(axis_name):
-            jax.lax.axis_index(axis)
-    except NameError as error:
-        raise ValueError(
-            f'compress_gradients(axis_name={axis_name!r}) must run inside a jax.shard_map over '
-            f'{axis_name!r}; without a shard_map, remove axis_name'
-        ) from error
 
 
 def _compressed(
@@ -195,28 +186,18 @@ def _compressed(
     rounded = jax.lax.optimization_barrier(wanted.astype(sent))
     mean = rounded
     if axis_name is not None:
-        _check_own(gradient, as_tuple(axis_name))
+        # Under shard_map(check_vma=False), jax neither tracks this nor sums gradients.
+        for axis in as_tuple(axis_name):
+            own = varying_axes(jax.lax.axis_index(axis))
+            if axis in own and axis not in varying_axes(gradient):
+                raise ValueError(
+                    f'a gradient of shape {jnp.shape(gradient)} is already summed over {axis!r}, '
+                    'uncompressed: give jax.grad '
+                    f"jax.lax.pcast(params, {axis!r}, to='varying')"
+                )
         total = jax.lax.psum(rounded, axis_name).astype(_wide(gradient))
         mean = total / jax.lax.psum(1, axis_name)
     if error is not None:
         lost = wanted - rounded.astype(wanted.dtype)
         error = jnp.where(jnp.isfinite(lost), lost, 0)[None]
     return mean.astype(gradient.dtype), error
-
-
-def _check_own(gradient: Any, axes: tuple[str, ...]) -> None:
-    """Raises ValueError for a gradient that jax has summed, so that all workers have the same."""
-    # Under shard_map(check_vma=False), jax neither tracks this nor sums gradients.
-    for axis in axes:
-        if axis in _varying(jax.lax.axis_index(axis)) and axis not in _varying(gradient):
-            raise ValueError(
-                f'a gradient of shape {jnp.shape(gradient)} is already summed over {axis!r}, '
-                f"uncompressed: give jax.grad jax.lax.pcast(params, {axis!r}, to='varying')"
-            )
-
-
-def _varying(x: Any) -> frozenset[str]:
-    """The mesh axes along which a value differs, as far as jax tracks it."""
-    aval: Any = jax.typeof(x)
-    manual = getattr(aval, 'manual_axis_type', None)  # since jax 0.10
-    return aval.vma if manual is None else manual.varying

@@ -53,7 +53,15 @@ class PartitionerConfig:
         if partition_list is not None and partition_str is not None:
             both = f'partition_list {partition_list!r} and partition_str {partition_str!r}'
             raise ValueError(f'{both} are both given: give one of them')
-        counts = partition_list if partition_str is None else _parse(partition_str)
+        counts: Any = partition_list
+        if partition_str is not None:
+            try:
+                counts = list(map(int, partition_str.split(','))) if partition_str.strip() else []
+            except (AttributeError, ValueError):
+                raise ValueError(
+                    f'partition_str {partition_str!r} must be integers separated by commas, such '
+                    "as '1,4,1'"
+                ) from None
         object.__setattr__(self, 'partition_str', ','.join(map(str, _check_counts(counts))))
 
     @property
@@ -220,16 +228,6 @@ def split_axis(mesh: MeshLike, mesh_axis: str | None = None) -> str:
             f"{describe_axes(sizes)}: choose one, such as mesh_axis='{larger[0]}'"
         )
     return larger[0]
-
-
-def _parse(text: Any) -> list[int]:
-    """The numbers of a partition string."""
-    try:
-        return [int(part) for part in text.split(',')] if text.strip() else []
-    except (AttributeError, ValueError):
-        raise ValueError(
-            f"partition_str {text!r} must be integers separated by commas, such as '1,4,1'"
-        ) from None
 
 
 def _check_counts(counts: Any) -> list[int]:

@@ -116,7 +116,14 @@ class Strategy:
           mesh_axis: the mesh axis that variables are split over; see `split_axis`.
         """
         axis = split_axis(mesh, mesh_axis)
-        return ShardingPlan({node.variable.name: _spec(node, axis) for node in self.node_config})
+        specs = {}
+        for node in self.node_config:
+            by_rows = node.variable.sparse and node.synchronizer == 'PS'
+            spec = PartitionSpec(axis) if by_rows else PartitionSpec()
+            if node.config is not None:
+                spec = PartitionSpec(*[None] * node.config.axis, axis)
+            specs[node.variable.name] = spec
+        return ShardingPlan(specs)
 
     def check_parameters(self, params: Any) -> None:
         """Raises ValueError unless the strategy has the names and shapes of these parameters."""
@@ -209,18 +216,11 @@ class Strategy:
         return dataclasses.replace(held, path=str(path))
 
 
-def _spec(node: NodeConfig, mesh_axis: str) -> PartitionSpec:
-    if node.config is not None:
-        return PartitionSpec(*[None] * node.config.axis, mesh_axis)
-    by_rows = node.variable.sparse and node.synchronizer == 'PS'
-    return PartitionSpec(mesh_axis) if by_rows else PartitionSpec()
-
-
 def _held_by(node: NodeConfig) -> str:
     if node.synchronizer == 'PS':
         return _few(node.servers)
-    groups = sorted(set(node.groups))
-    return f'all-reduce {"group" if len(groups) == 1 else "groups"} {_few(groups)}'
+    groups = sorted({*node.groups})
+    return f'all-reduce group{"s" * (len(groups) > 1)} {_few(groups)}'
 
 
 def _few(names: Sequence[Any]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from partitioning.compat.autodist.compression import is_compression_state
 from partitioning.compat.autodist.planners import AutoDistPlanner
@@ -96,7 +96,9 @@ class VariablePartitioner:
         self._check_settings(config, bool(errors))
         plan = impose_plan(self._resolve(params, config), held, self.mesh)
         plan = self._split_errors(plan, errors)
-        return jax.tree.map(_place, plan.shardings, held), plan
+        # What is held may be an nnx variable, which is a tree.
+        place = lambda sharding, below: jax.tree.map(lambda x: placed(x, sharding), below)  # noqa: E731
+        return jax.tree.map(place, plan.shardings, held), plan
 
     def _resolve(self, params: Any, config: Any) -> Plan:
         """The plan of the parameters, or the given one."""
@@ -227,7 +229,3 @@ def _entry(name: str, entry: Any) -> Any:
         return PartitionerConfig(partition_str=entry) if entry else PartitionSpec()
     except ValueError as error:
         raise ValueError(f'{name}: {error}') from error
-
-
-def _place(sharding: NamedSharding, held: Any) -> Any:
-    return jax.tree.map(lambda x: placed(x, sharding), held)  # held may be an nnx variable

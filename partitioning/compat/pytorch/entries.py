@@ -25,7 +25,6 @@ from partitioning.plan import Plan, PlanRow, make_row
 from partitioning.plan.rows import SMALL
 from partitioning.rules import (
     AxisRules,
-    ResolvedDimension,
     check_definite,
     check_layout,
     check_spec,
@@ -122,7 +121,20 @@ def _apply_sharders(
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f'mesh={mesh!r} must be a jax.sharding.Mesh, as create_mesh returns it')
     for name, entry in plan.items():
-        _check_entry(name, entry)
+        if not isinstance(name, str):
+            raise TypeError(
+                f"{name!r} is not a path: write the keys with '/' between, 'fc1/kernel'"
+            )
+        known = is_layout(entry) or isinstance(entry, Sharder)
+        if not known and not hasattr(entry, 'to_partition_spec'):
+            raise TypeError(
+                'Only a PartitionSpec, logical names, a NamedSharding or a Sharder is supported to '
+                f'shard {name!r}, not {type(entry).__name__} {entry!r}'
+            )
+        if not name:
+            raise ValueError(
+                "'' is not a path: an entry is for a module or parameter, as 'decoder'"
+            )
     found, others = _find(plan, module), Places(buffers(module))
     entries: dict[Path, tuple[Any, str]] = {}
     for path, name in found.items():
@@ -152,19 +164,6 @@ def is_layout(entry: Any) -> bool:
         isinstance(entry, tuple | list)
         and all(name is None or isinstance(name, str | tuple) for name in entry)
     )
-
-
-def _check_entry(name: Any, entry: Any) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"{name!r} is not a path: write the keys with '/' between, 'fc1/kernel'")
-    known = is_layout(entry) or isinstance(entry, Sharder)
-    if not known and not hasattr(entry, 'to_partition_spec'):
-        raise TypeError(
-            'Only a PartitionSpec, logical names, a NamedSharding or a Sharder is supported to '
-            f'shard {name!r}, not {type(entry).__name__} {entry!r}'
-        )
-    if not name:
-        raise ValueError("'' is not a path: an entry is for a module or parameter, as 'decoder'")
 
 
 def _find(plan: Mapping[str, Any], module: Any) -> dict[Path, str]:
@@ -237,21 +236,21 @@ def _row(
         problems = (*problems, *padding_problems(mesh))
     for problem in problems:
         raise ValueError(f'{name}: {problem.message}')
-    return make_row(name, array, mesh, [_explain(d, entry[1]) for d in dimensions], role)
-
-
-def _explain(dimension: ResolvedDimension, reason: str) -> ResolvedDimension:
-    """A dimension that has the reason of its entry, unless a rule or a policy decided."""
-    if isinstance(dimension.name, str):
-        return dimension
-    return dataclasses.replace(
-        dimension,
-        name=None,
-        mesh_axes=from_tuple(sharding_axes(dimension.mesh_axes)),
-        wanted=from_tuple(sharding_axes(dimension.wanted)),
-        lost=(),
-        reason=dimension.reason if dimension.policy else reason,
-    )
+    # The entry gives the reason, unless a rule or a policy decided.
+    explained = [
+        d
+        if isinstance(d.name, str)
+        else dataclasses.replace(
+            d,
+            name=None,
+            mesh_axes=from_tuple(sharding_axes(d.mesh_axes)),
+            wanted=from_tuple(sharding_axes(d.wanted)),
+            lost=(),
+            reason=d.reason if d.policy else entry[1],
+        )
+        for d in dimensions
+    ]
+    return make_row(name, array, mesh, explained, role)
 
 
 def _names(path: str, entry: Any, shape: Sequence[int], mesh: Mesh) -> tuple[Any, ...]:

@@ -198,7 +198,11 @@ def shard_module(
     made, resolved = resolve_entries(plan.plan, module, mesh, policies)
     made = _place(made, resolved, mesh)
     if outputs and is_nnx_module(made):
-        _constrain_submodules(made, outputs, mesh, policies)
+        # nnx looks up `__call__` in the class of a module, and rebuilds modules from their classes.
+        found = _find_submodules(made, outputs)
+        for submodule, (name, layout) in zip(found, outputs.values(), strict=True):
+            kind: Any = type(submodule)
+            submodule.__class__ = _subclass(kind, name, layout, mesh, policies)
     return made
 
 
@@ -245,12 +249,17 @@ def constrain_outputs(
 
     with nn.intercept_methods(intercept):
         yield
+    names = ['/'.join(path) for path in called]
     for path, (name, _) in outputs.items():
         if path not in called:
-            raise ValueError(
-                f'output_plan names {name!r}, but no such module was called'
-                f'{_not_called(name, called)}'
+            others = (
+                ', and no other module: functions that were already traced do not count, so '
+                'enter constrain_outputs inside the jitted function'
             )
+            if names:
+                listed = ', '.join(map(repr, names))
+                others = f'.{nearest(name, names)} These were called: {listed}'
+            raise ValueError(f'output_plan names {name!r}, but no such module was called{others}')
 
 
 def _place(module: Any, plan: Plan, mesh: Mesh) -> Any:
@@ -263,21 +272,20 @@ def _place(module: Any, plan: Plan, mesh: Mesh) -> Any:
         )
     held = unbox(state)
     shardings = impose_plan(plan, held, mesh).shardings
-    placed = jax.tree.map(_move, held, shardings, is_leaf=is_carrier)
+
+    def move(x: Any, sharding: Any) -> Any:
+        if is_metadata(x) or not is_array(x):
+            return x  # a text, or names of another array
+        array = jax.device_put(array_of(x), sharding)
+        return x.replace(array) if is_carrier(x) else array
+
+    placed = jax.tree.map(move, held, shardings, is_leaf=is_carrier)
     if not is_nnx_module(module):
         return placed
     from flax import nnx  # already imported, because the module is an nnx module
 
     nnx.update(module, placed)
     return module
-
-
-def _move(x: Any, sharding: Any) -> Any:
-    """An array moved to its sharding, in its variable; texts and AxisMetadata are unchanged."""
-    if is_metadata(x) or not is_array(x):
-        return x
-    array = jax.device_put(array_of(x), sharding)
-    return x.replace(array) if is_carrier(x) else array
 
 
 def _find_submodules(module: Any, outputs: Outputs) -> list[Any]:
@@ -297,17 +305,6 @@ def _find_submodules(module: Any, outputs: Outputs) -> list[Any]:
                 f'{nearest(name, known)} It has {", ".join(map(repr, known))}'
             )
     return found
-
-
-def _constrain_submodules(module: Any, outputs: Outputs, mesh: Mesh, rules: AxisRules) -> None:
-    """Makes submodules of an nnx module lay out their outputs, by giving them subclasses.
-
-    nnx looks up `__call__` in the class of a module, and rebuilds modules from their classes.
-    """
-    found = _find_submodules(module, outputs)
-    for submodule, (name, layout) in zip(found, outputs.values(), strict=True):
-        kind: Any = type(submodule)
-        submodule.__class__ = _subclass(kind, name, layout, mesh, rules)
 
 
 @functools.cache
@@ -349,13 +346,3 @@ def _lay_out_one(x: jax.Array, layout: Any, mesh: Mesh | None, rules: AxisRules)
         dimensions = resolve_axes(layout, known, mesh=over, shape=x.shape, axes_as_names=True)
         layout = boundary_spec(to_spec(dimensions))
     return lay_out(x, layout, mesh)
-
-
-def _not_called(name: str, called: Mapping[Path, None]) -> str:
-    names = ['/'.join(path) for path in called]
-    if names:
-        return f'.{nearest(name, names)} These were called: {", ".join(map(repr, names))}'
-    return (
-        ', and no other module: functions that were already traced do not count, so '
-        'enter constrain_outputs inside the jitted function'
-    )

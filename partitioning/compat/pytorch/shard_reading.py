@@ -49,7 +49,20 @@ def array_from_shards(
 
     def read(i: int) -> np.ndarray:
         if i not in arrays:
-            arrays[i] = _read(*blocks[i], dtype)
+            shard, given = blocks[i]
+            array = np.asarray(given() if callable(given) else given)
+            if array.shape != shard.shard_sizes:
+                raise ValueError(f'shard {shard} has an array of shape {array.shape}')
+            kept = jax.dtypes.canonicalize_dtype(array.dtype)
+            if dtype is not None:
+                array = array.astype(np.dtype(dtype), casting='same_kind')
+            elif kept != array.dtype:
+                raise ValueError(
+                    f'shard {shard} is {array.dtype}, which jax would make {kept}: write '
+                    f"dtype='{kept}' to accept that, or "
+                    "jax.config.update('jax_enable_x64', True)"
+                )
+            arrays[i] = array
             first = next(iter(arrays))
             if arrays[i].dtype != arrays[first].dtype:
                 raise ValueError(
@@ -120,22 +133,6 @@ def _shape(shards: Sequence[ShardMetadata]) -> tuple[int, ...]:
     """The shape of the tensor; raises ValueError if the shards do not form one."""
     validate_non_overlapping_shards_metadata(shards)
     return tuple(map(max, zip(*(shard.stops for shard in shards), strict=True)))
-
-
-def _read(shard: ShardMetadata, given: Any, dtype: Any) -> np.ndarray:
-    """The array of a shard, cast to `dtype` if it is given."""
-    array = np.asarray(given() if callable(given) else given)
-    if array.shape != shard.shard_sizes:
-        raise ValueError(f'shard {shard} has an array of shape {array.shape}')
-    if dtype is not None:
-        return array.astype(np.dtype(dtype), casting='same_kind')
-    kept = jax.dtypes.canonicalize_dtype(array.dtype)
-    if kept != array.dtype:
-        raise ValueError(
-            f"shard {shard} is {array.dtype}, which jax would make {kept}: write dtype='{kept}' to "
-            "accept that, or jax.config.update('jax_enable_x64', True)"
-        )
-    return array
 
 
 def _relative(bounds: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[slice, ...]:

@@ -174,14 +174,32 @@ class ShardingSpec(abc.ABC):
     def to_partition_spec(self, mesh: MeshLike, shape: Sequence[int]) -> PartitionSpec:
         """The spec that cuts a tensor of this shape into the same number of parts per dimension.
 
-        It does not check that chunks are equal: the `on_indivisible` of a plan decides about that.
+        A dimension takes one axis if one has that size, and otherwise several in the order of the
+        mesh, as long as axes remain for the other dimensions. That chunks are equal is not checked:
+        the `on_indivisible` of a plan decides about that.
 
         Raises:
           ValueError: if no mesh axes, or several single ones, make these parts; if the blocks
             differ in size; or if the placements are not sorted by rank, which only a mesh can
             express.
         """
-        return _spec_of_parts(self._parts(shape), mesh)
+        parts = tuple(self._parts(shape))
+        sizes = {axis: size for axis, size in axis_sizes(mesh).items() if size > 1}
+        cut = [number for number in parts if number > 1]
+        fitting = [axis for axis, size in sizes.items() if cut == [size]]
+        if len(fitting) > 1:
+            raise ValueError(
+                f'{cut[0]} parts could be over mesh axis {" or ".join(fitting)} of the mesh '
+                f'{describe_axes(mesh)}: write a PartitionSpec'
+            )
+        found = _take_axes(parts, tuple(sizes), sizes)
+        if found is None:
+            raise ValueError(
+                f'no axes of the mesh {describe_axes(mesh)} make {parts} parts along the '
+                'dimensions: use another mesh, or write a PartitionSpec'
+            )
+        rank = max((dim for dim, axes in enumerate(found, start=1) if axes), default=0)
+        return PartitionSpec(*map(from_tuple, found[:rank]))
 
     @abc.abstractmethod
     def _parts(self, shape: Sequence[int]) -> Sequence[int]:
@@ -213,14 +231,14 @@ class ChunkShardingSpec(ShardingSpec):
         object.__setattr__(self, 'placements', _check_placements(self.placements))
 
     def build_metadata(self, shape: Sequence[int]) -> tuple[ShardMetadata, ...]:
-        dim, chunks = self._dim(shape), len(self.placements)
-        split = get_split_size(shape[dim], chunks)
+        dim, shape = self._dim(shape), tuple(shape)
+        split = get_split_size(shape[dim], len(self.placements))
         shards = []
         for i, placement in enumerate(self.placements):
-            offsets, sizes = [0] * len(shape), [*shape]
-            offsets[dim] = min(split * i, shape[dim])
-            sizes[dim] = get_chunked_dim_size(shape[dim], split, i)
-            shards.append(ShardMetadata(tuple(offsets), tuple(sizes), placement))
+            start, size = min(split * i, shape[dim]), get_chunked_dim_size(shape[dim], split, i)
+            offsets = tuple(start if d == dim else 0 for d in range(len(shape)))
+            sizes = (*shape[:dim], size, *shape[dim + 1 :])
+            shards.append(ShardMetadata(offsets, sizes, placement))
         return tuple(shards)
 
     def _parts(self, shape: Sequence[int]) -> Sequence[int]:
@@ -314,31 +332,6 @@ class EnumerableShardingSpec(ShardingSpec):
             )
         pairs = zip(shape, self.shards[0].shard_sizes, strict=True)
         return [size // max(block, 1) for size, block in pairs]
-
-
-def _spec_of_parts(parts: Sequence[int], mesh: MeshLike) -> PartitionSpec:
-    """The spec that cuts each dimension into a number of parts, by whole mesh axes.
-
-    A dimension takes one axis if one has that size, and otherwise several in the order of the
-    mesh, as long as axes remain for the other dimensions. It is a ValueError if no axes make these
-    parts, or if several axes have the size of the only dimension that is cut.
-    """
-    sizes = {axis: size for axis, size in axis_sizes(mesh).items() if size > 1}
-    cut = [number for number in parts if number > 1]
-    fitting = [axis for axis, size in sizes.items() if cut == [size]]
-    if len(fitting) > 1:
-        raise ValueError(
-            f'{cut[0]} parts could be over mesh axis {" or ".join(fitting)} of the mesh '
-            f'{describe_axes(mesh)}: write a PartitionSpec'
-        )
-    found = _take_axes(tuple(parts), tuple(sizes), sizes)
-    if found is None:
-        raise ValueError(
-            f'no axes of the mesh {describe_axes(mesh)} make {tuple(parts)} parts along the '
-            'dimensions: use another mesh, or write a PartitionSpec'
-        )
-    rank = max((dim for dim, axes in enumerate(found, start=1) if axes), default=0)
-    return PartitionSpec(*map(from_tuple, found[:rank]))
 
 
 def _take_axes(

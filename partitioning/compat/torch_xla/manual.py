@@ -84,7 +84,16 @@ class ManualShards:
         @functools.wraps(fn)
         def checked(*blocks: jax.Array) -> jax.Array:
             result = fn(*blocks)
-            _check_result(result, spec)
+            if not isinstance(result, jax.Array):
+                raise ValueError(
+                    f'the function must return one array, not {type(result).__qualname__}: call '
+                    'apply once per result'
+                )
+            if result.ndim != len(spec):
+                raise ValueError(
+                    f'the function returns blocks of shape {result.shape}, but partition spec '
+                    f'{tuple(spec)} has {len(spec)} entries: pass partition_spec= for the result'
+                )
             return result
 
         operands = (self, *others)
@@ -149,16 +158,3 @@ def _explain(error: Exception, mesh: Mesh, spec: PartitionSpec) -> str | None:
     if isinstance(error, AssertionError) and not error.args:
         return f'jax raised an AssertionError; perhaps an axis is missing. The mesh is {axes}'
     return None
-
-
-def _check_result(result: Any, spec: PartitionSpec) -> None:
-    if not isinstance(result, jax.Array):
-        raise ValueError(
-            f'the function must return one array, not {type(result).__qualname__}: call apply '
-            'once per result'
-        )
-    if result.ndim != len(spec):
-        raise ValueError(
-            f'the function returns blocks of shape {result.shape}, but partition spec '
-            f'{tuple(spec)} has {len(spec)} entries: pass partition_spec= for the result'
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import jax
@@ -110,8 +110,13 @@ def mark_sharding(
     counts = shards_per_dimension(mesh, spec)
     uneven = {dim for dim, n in enumerate(counts) if shape[dim] % n}
     if uneven and on_indivisible == 'pad':
-        padded = lay_out(_pad_to_multiple(array, counts), spec, mesh)
-        return PaddedArray(array=padded, shape=shape)
+        widths = [(0, -size % n) for size, n in zip(shape, counts, strict=True)]
+        padded: Any
+        if isinstance(array, jax.Array):
+            padded = jnp.pad(_unsharded_along(uneven, array), widths)
+        else:
+            padded = np.pad(array, widths)
+        return PaddedArray(array=lay_out(padded, spec, mesh), shape=shape)
     kept = PartitionSpec(*(None if dim in uneven else axes for dim, axes in enumerate(spec)))
     return lay_out(array, kept, mesh)
 
@@ -128,7 +133,17 @@ def clear_sharding(t: Any) -> jax.Array:
     """
     array = t.unpadded() if isinstance(t, PaddedArray) else t
     if isinstance(array, jax.core.Tracer):
-        return _unconstrained(array)
+        mesh = jax.typeof(array).sharding.mesh
+        if mesh.empty:
+            return array  # Without a mesh the layout is already left to XLA.
+        if AxisType.Explicit in mesh.axis_types:
+            return jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec()))
+        if AxisType.Manual in mesh.axis_types:
+            raise ValueError(
+                'an array inside a shard_map is the block of one device: it has no layout'
+            )
+        free = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * array.ndim)
+        return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, free))
     if not isinstance(array, jax.Array):
         raise ValueError(f'{type(t).__qualname__} has no sharding to clear: it is not a jax.Array')
     if not array.is_fully_addressable:
@@ -196,16 +211,7 @@ def lay_out_evenly(
     return lay_out(t, spec, mesh), spec
 
 
-def _pad_to_multiple(array: Any, counts: Sequence[int]) -> Any:
-    """Returns an array padded with zeros until `counts` divide the sizes of its dimensions."""
-    widths = [(0, -size % n) for size, n in zip(np.shape(array), counts, strict=True)]
-    if not isinstance(array, jax.Array):
-        return np.pad(array, widths)
-    dims = [dim for dim, (_, after) in enumerate(widths) if after]
-    return jnp.pad(_unsharded_along(dims, array), widths)
-
-
-def _unsharded_along(dims: Sequence[int], array: Any) -> Any:
+def _unsharded_along(dims: Collection[int], array: Any) -> Any:
     """Returns an array that is not sharded along some dimensions, so that their sizes can change.
 
     The type of a traced array knows only Explicit axes; XLA handles sizes over Auto axes itself.
@@ -220,18 +226,6 @@ def _unsharded_along(dims: Sequence[int], array: Any) -> Any:
     kept = PartitionSpec(*(None if d in dims else entry for d, entry in enumerate(entries)))
     move = jax.sharding.reshard if traced else jax.device_put
     return move(array, NamedSharding(sharding.mesh, kept))
-
-
-def _unconstrained(t: jax.Array) -> jax.Array:
-    mesh = jax.typeof(t).sharding.mesh
-    if mesh.empty:
-        return t  # Without a mesh the layout is already left to XLA.
-    if AxisType.Explicit in mesh.axis_types:
-        return jax.sharding.reshard(t, NamedSharding(mesh, PartitionSpec()))
-    if AxisType.Manual in mesh.axis_types:
-        raise ValueError('an array inside a shard_map is the block of one device: it has no layout')
-    free = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * t.ndim)
-    return jax.lax.with_sharding_constraint(t, NamedSharding(mesh, free))
 
 
 @jax.custom_vjp
