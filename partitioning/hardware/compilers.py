@@ -222,10 +222,7 @@ def _try_flags(platform: str, values: tuple[str, ...]) -> str | None:
 def explain_refusal(platform: str, written: str, values: tuple[str, ...]) -> str | None:
     """Which flags a compiler refuses, and what to write; None if it ended for another reason.
 
-    Args:
-      platform: the platform of the compiler.
-      written: what its process wrote to its standard error.
-      values: the value of each of `FLAG_VARIABLES`.
+    Its process has written this to its standard error, with these values of `FLAG_VARIABLES`.
     """
     lines = written.splitlines()
     end = next((i for i, line in enumerate(lines) if _LAST_WORDS.match(line)), None)
@@ -278,10 +275,6 @@ class OutOfMemoryError(ValueError):
 @contextlib.contextmanager
 def own_compiler_errors(function: str, mesh: MeshLike) -> Iterator[None]:
     """Raises ValueErrors that say what to write for errors of the compiler.
-
-    Args:
-      function: the name of the compiled function.
-      mesh: the mesh for which it is compiled.
 
     Raises:
       ValueError: if the compiler does not know an option, or cannot read its value.

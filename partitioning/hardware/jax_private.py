@@ -27,9 +27,6 @@ def described_cudnn(mesh: Mesh | AbstractMesh) -> Iterator[None]:
     `jax.nn.dot_product_attention` asks for the version of the cuDNN on this machine, although the
     program is for others, and has no public setting for it. Compiling needs no cuDNN. Outside of
     described GPUs, nothing changes.
-
-    Args:
-      mesh: the mesh for which functions are traced.
     """
     device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device
     chip = None if device is None else chip_of(device.device_kind)

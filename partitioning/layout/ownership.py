@@ -99,11 +99,7 @@ class ShardOwnership:
 
 @functools.lru_cache(maxsize=256)
 def shard_ownership(mesh: Mesh, axes: Axes) -> ShardOwnership:
-    """The shards of every process of a mesh, found in one pass over its devices.
-
-    Args:
-      mesh: the mesh.
-      axes: the mesh axes of each dimension of the array.
+    """The shards of every process, from the mesh axes of each dimension, in one pass over devices.
 
     Raises:
       ValueError: if the mesh lacks one of the axes, if an axis appears twice, or if the mesh is an
@@ -124,10 +120,7 @@ def shard_ownership(mesh: Mesh, axes: Axes) -> ShardOwnership:
 
 
 def axes_per_dimension(mesh_axes: Any) -> Axes:
-    """The mesh axes of each dimension, as tuples.
-
-    Args:
-      mesh_axes: a PartitionSpec, or a sequence with a mesh axis, axes or None for each dimension.
+    """The mesh axes of each dimension, as tuples, from a PartitionSpec or a sequence like one.
 
     Raises:
       ValueError: if `mesh_axes` is not a sequence, or if an entry is not a mesh axis, a tuple of

@@ -43,7 +43,16 @@ def order_devices(devices: Sequence[JaxDevice], axis_sizes: Sequence[int]) -> np
     places = places_of(devices)
     bounds = tuple((places.max(axis=0) + 1).tolist())
     if math.prod(bounds) != len(devices):
-        return _winding(devices, places, bounds).reshape(shape)
+        _LOGGER.warning(
+            '%d TPU devices do not fill the %s box that they span: their mesh winds through it, '
+            'and its rings have detours',
+            len(devices),
+            'x'.join(map(str, bounds)),
+        )
+        rank = np.empty(bounds, dtype=np.int64)
+        rank[tuple(snake(bounds).T)] = np.arange(rank.size)
+        winding = np.argsort(rank[tuple(places.T)], kind='stable')
+        return as_array(devices)[winding].reshape(shape)
     grid = np.empty(bounds, dtype=object)
     grid[tuple(places.T)] = as_array(devices)
     return grid.reshape(-1)[_order_on_torus(grid, shape)]
@@ -146,8 +155,12 @@ def _jax_order(grid: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
         return None  # jax would mistake these eight devices for a tray of 2 x 2 chips
     if grid.size == max(grid.shape) == 8:
         return None  # jax would mistake these eight chips for a tray of 2 x 4
-    if grid.size > _LARGEST_TRAY and kind not in TWO_CORES and not _takes_whole(grid.shape, shape):
-        return None
+    if grid.size > _LARGEST_TRAY and kind not in TWO_CORES:
+        # jax has an order only for axes that take whole dimensions.
+        numbers = range(len(grid.shape) + 1)
+        some = itertools.chain.from_iterable(itertools.combinations(grid.shape, n) for n in numbers)
+        if not {*map(math.prod, some)}.issuperset(shape):
+            return None
     from jax.experimental import mesh_utils
 
     # Some of jax's rings rely on the order of jax.devices() on a pod, and on coordinates from 0.
@@ -163,24 +176,3 @@ def _jax_order(grid: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
     except NotImplementedError:  # an axis would have to split a dimension
         return None
     return np.array([chip.index for chip in ordered.flat]).reshape(shape)
-
-
-def _takes_whole(bounds: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether each axis could take whole dimensions; if not, jax has no order for the shape."""
-    subsets = (some for n in range(len(bounds) + 1) for some in itertools.combinations(bounds, n))
-    return set(map(math.prod, subsets)).issuperset(shape)
-
-
-def _winding(
-    devices: Sequence[JaxDevice], places: np.ndarray, bounds: tuple[int, ...]
-) -> np.ndarray:
-    """Orders the devices along a path that winds through their box."""
-    _LOGGER.warning(
-        '%d TPU devices do not fill the %s box that they span: their mesh winds through it, and '
-        'its rings have detours',
-        len(devices),
-        'x'.join(map(str, bounds)),
-    )
-    rank = np.empty(bounds, dtype=np.int64)
-    rank[tuple(snake(bounds).T)] = np.arange(rank.size)
-    return as_array(devices)[np.argsort(rank[tuple(places.T)], kind='stable')]

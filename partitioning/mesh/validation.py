@@ -58,11 +58,10 @@ def check_axes(axes: AxisSizes, setting: str) -> tuple[tuple[str, int], ...]:
 
 
 def check_names(axis_names: Sequence[str], sizes: Sequence[Any], setting: str) -> tuple[str, ...]:
-    """Returns axis names as a tuple.
+    """Returns axis names as a tuple, one for each of the sizes that come from a setting.
 
     Raises:
-      ValueError: if a name is not a string, is empty or appears twice, or if the number of names
-        differs from the number of `sizes`, which come from `setting`.
+      ValueError: if a name is not a string, is empty or appears twice, or if the numbers differ.
     """
     one = isinstance(axis_names, str)
     names = (axis_names,) if one else as_tuple_of(axis_names, 'axis names')
@@ -88,12 +87,8 @@ def fill(
 ) -> tuple[int, ...]:
     """Returns axis sizes whose product is `total`, with -1 replaced by whatever remains.
 
-    Args:
-      sizes: the size of each axis.
-      total: the number of devices, slices or processes that the axes must cover.
-      setting, counted, context: for messages, the name of the setting that `sizes` comes from, what
-        `total` counts, such as 'devices', and a phrase that follows the sizes.
-      names: the axis names, with which messages show the sizes of MeshConfig.
+    Messages name the setting that the sizes come from, what `total` counts, such as 'devices', a
+    phrase that follows the sizes, and for MeshConfig the names of the axes.
 
     Raises:
       ValueError: if a size is malformed, or nothing fits; the message has the nearest that does.

@@ -238,13 +238,7 @@ def check_layout(
 ) -> LayoutSetting | None:
     """Checks the setting `layout`; partition rules are returned as pairs of texts and tuples.
 
-    Args:
-      layout: the setting, or None.
-      settings: the settings of the partitioner that any layout replaces.
-      with_words: further settings that a word replaces.
-
-    Raises:
-      ValueError: if the layout is malformed, or if a setting that it replaces is given.
+    Any layout replaces `settings`, and a word replaces `with_words` too: none of them may be given.
     """
     if layout is None:
         return None

@@ -29,13 +29,7 @@ from partitioning.state.structures import match_by_path
 def trace_init(
     init_fn: Callable[..., Any], mesh: Mesh, rules: LogicalAxisRules, args: tuple[Any, ...]
 ) -> tuple[Any, InitProgram]:
-    """Traces an init function once, inside the mesh and the rules.
-
-    Args:
-      init_fn: makes a train state.
-      mesh: the mesh.
-      rules: rules for the linen models and `constrain` calls inside.
-      args: the arguments of `init_fn`, abstract or not.
+    """Traces an init function once, inside the mesh and the rules; `args` may be abstract.
 
     Returns:
       The abstract state with its boxes, and the program that makes the state. No array of either
@@ -181,13 +175,6 @@ def partition_step(
     jax.jit has to know the layout of a result before it is traced. The function that is compiled
     therefore always returns a pair of the state and the rest. If `train_step` itself returns
     another form, that form is restored after every call.
-
-    Args:
-      partition: the method of the partitioner.
-      mesh: the mesh of the partitioner.
-      train_step: maps (state, batch, ...) to a state, or to a tuple that begins with a state.
-      specs: the specs of the state.
-      data_spec: the spec of the batch.
     """
     needed, optional = _arguments(train_step)
     pairs = partition(
@@ -202,11 +189,7 @@ def partition_step(
 class _Step(PjittedFnWithContext):
     """A partitioned step whose calls return what the step of the user returns.
 
-    Args:
-      pairs: the partitioned function, which returns pairs.
-      mesh: its mesh.
-      needed: the number of arguments that a call must have.
-      optional: the names of those that may follow them.
+    It needs the first arguments; the names of those that may follow are `optional`.
     """
 
     def __init__(self, pairs: PartitionedCallable, mesh: Mesh, needed: int, optional: list[str]):

@@ -110,11 +110,8 @@ def arrange(
 ) -> tuple[np.ndarray, float, list[tuple[float, float, str]]]:
     """Returns where to draw the devices of a placement, and captions.
 
-    Args:
-      placement: the placement.
-      across: the number of planes of equal z that are next to each other, by default all if they
-        are few.
-      gap: the space between planes and between slices, in devices.
+    `across` planes of equal z are next to each other, by default all if they are few. The gap
+    between planes and between slices is in devices.
 
     Returns:
       The x and y of every device, of shape `(devices, 2)`; the ratio of a device's width to its

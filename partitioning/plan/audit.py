@@ -208,17 +208,7 @@ class Audit:
 def audit_rows(
     rows: Sequence[PlanRow], mesh: MeshLike, state: Any = None, *, budget: float | None = None
 ) -> Audit:
-    """The audit of the rows of a plan.
-
-    Args:
-      rows: the rows.
-      mesh: the mesh, or the sizes of its axes.
-      state: the state, to audit the layouts of its arrays; by default the plan is audited.
-      budget: the most bytes that one device may hold.
-
-    Raises:
-      ValueError: if a device holds more than `budget`, or if `state` has other arrays.
-    """
+    """The audit of the rows of a plan; see `Plan.audit`."""
     actual = {} if state is None else _misplaced(rows, mesh, state)
     costs = []
     laid_out = []

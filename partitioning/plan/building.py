@@ -158,16 +158,13 @@ def impose_plan(plan: Plan, state: Any, mesh: Mesh) -> Plan:
     rows = match_rows(flat.entries, plan.rows)
     named = {path: row.dimensions for path, row in rows.items() if row.role != 'optimizer'}
     tree = walk(flat, exact=named)
-    given = {
-        x.path: _at(x, rows[x.path]) for x in tree.leaves if isinstance(x, Leaf) and x.path in rows
-    }
+    given = {}
+    for x in tree.leaves:
+        if isinstance(x, Leaf) and x.path in rows:  # its path may be longer than in the plan
+            row = rows[x.path]
+            dtype = dtype_name(x.array.dtype) if hasattr(x.array, 'dtype') else row.dtype
+            given[x.path] = row._replace(path='/'.join(x.path), dtype=dtype)
     return PlanBuilder(mesh=mesh, report=raise_problem).plan(tree, given=given)
-
-
-def _at(leaf: Leaf, row: PlanRow) -> PlanRow:
-    """The row of a leaf, whose path may be longer than in the plan."""
-    dtype = dtype_name(leaf.array.dtype) if hasattr(leaf.array, 'dtype') else row.dtype
-    return row._replace(path='/'.join(leaf.path), dtype=dtype)
 
 
 def check_mesh(plan: Plan, mesh: MeshLike) -> None:
@@ -181,10 +178,6 @@ def check_mesh(plan: Plan, mesh: MeshLike) -> None:
 
 def match_rows(entries: Sequence[Entry], rows: Sequence[PlanRow]) -> dict[Path, PlanRow]:
     """The row of each leaf of a state, whose paths may be longer than the paths of the plan.
-
-    Args:
-      entries: the leaves of the state.
-      rows: the rows of a plan, which may have no rows for the optimizer's state.
 
     Raises:
       ValueError: if a parameter has no row, a row has no array, or a shape or dtype differs.

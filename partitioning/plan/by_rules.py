@@ -58,14 +58,7 @@ def lay_out_state(
     """Lays out a train state by the paths and sizes of its arrays.
 
     The parameters are laid out first; the state of the optimizer follows them, and every other
-    array is laid out like a parameter.
-
-    Args:
-      state: a pytree, abstract or not, with or without names.
-      layout: decides the dimensions of one array.
-      rules: the rules of the partitioner, for the plan.
-      mesh: the mesh, or the sizes of its axes.
-      report: receives every problem; by default it raises.
+    array is laid out like a parameter. The plan gets the rules of the partitioner.
 
     Raises:
       ValueError: with the path of the first array that cannot have its layout.
@@ -129,7 +122,9 @@ def _parameters(flat: FlatState) -> Mapping[Path, Subject]:
     """The parameters of a state, or all of its arrays if nothing distinguishes them."""
     entries = [entry for entry in flat.entries if entry.carrier != 'metadata']
     outside = _outside_optimizers(flat.state, entries)
-    roots = parameter_roots([e for e in outside if not _is_bookkeeping(e)] or entries)
+    # A step number or a random key next to the trees of the state is not a parameter.
+    others = [e for e in outside if len(e.path) != 1 or _is_inexact(e.array)]
+    roots = parameter_roots(others or entries)
     held = {entry.path: entry for entry in entries}
     stacked = stacked_dimensions({'/'.join(path): held[path].shape for path in roots})
     subjects = {}
@@ -143,11 +138,8 @@ def _parameters(flat: FlatState) -> Mapping[Path, Subject]:
     return subjects
 
 
-def _is_bookkeeping(entry: Entry) -> bool:
-    """Whether a leaf is a step number or a random key, next to the trees of the state."""
-    dtype = getattr(entry.array, 'dtype', None)
-    floating = dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
-    return len(entry.path) == 1 and not floating
+def _is_inexact(x: Any) -> bool:
+    return hasattr(x, 'dtype') and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
 
 
 def _outside_optimizers(state: Any, entries: Sequence[Entry]) -> list[Entry]:
@@ -211,14 +203,7 @@ def _are_stacked(shapes: Mapping[str, Shape], dim: int) -> bool:
 def build_plan(
     state: Any, rules: RuleSet, mesh: MeshLike, report: Report = raise_problem, said: Any = None
 ) -> Plan:
-    """Applies rules to a train state, in one walk over it.
-
-    Args:
-      state: a pytree, abstract or not; see `partitioning.state.walk`.
-      rules: the rules and policies.
-      mesh: the mesh, or the sizes of its axes.
-      report: receives every problem; by default it raises.
-      said: the logical axes of the state; by default the state itself determines them.
+    """Applies rules to a train state, in one walk over it; `said` are its logical axes, if given.
 
     Raises:
       ValueError: with the path of the first array whose layout the rules do not decide.

@@ -131,11 +131,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def row_from_json(row: Any, mesh: Mapping[str, int]) -> PlanRow:
-    """Makes a row, computes its figures, and compares them with the figures in the file.
-
-    Args:
-      row: what `row_to_json` made of it.
-      mesh: the sizes of the mesh axes.
+    """Makes a row of what `row_to_json` wrote, and compares the figures.
 
     Raises:
       ValueError: if it is malformed, or if a figure contradicts its axes.

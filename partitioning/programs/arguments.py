@@ -32,9 +32,6 @@ class StaticValue:
 class Arguments:
     """What a function accepts.
 
-    Args:
-      fn: the function.
-
     Attributes:
       function: the name of the function.
       signature: its signature, or None if Python does not know it, as for some C functions.

@@ -44,16 +44,8 @@ def lay_out_inside(
     computes 4. An array with UNCONSTRAINED dimensions keeps their layout, and gets the mesh axes of
     its other dimensions. The arguments and the result keep their shapes.
 
-    Args:
-      fn: a function to be jitted over the mesh.
-      mesh: the mesh.
-      in_resources: the resources of its positional arguments without the static ones; a tuple, or
-        one entry for all.
-      out_resources: the resources of its result.
-      static_argnums: the positions of arguments without an entry in `in_resources`.
-
-    Returns:
-      A function that does this, or `fn` itself if no resource needs it.
+    The resources are as in `partition`; static arguments have none. The result is `fn` itself if
+    no resource needs another layout inside.
 
     Raises:
       ValueError: if the mesh has Explicit axes and a resource is a PaddedSpec, or all resources
@@ -117,12 +109,8 @@ def auto_where_needed(
 ) -> Callable[..., Any]:
     """`fn`, traced over Auto axes if it cannot be traced over the Explicit axes of the mesh.
 
-    Args:
-      fn: a function that is traced inside the mesh.
-      mesh: the mesh. If it has no Explicit axes, the result is `fn`.
-      out_shardings: the shardings of the result of `fn`, or a prefix of them. Over Auto axes, a
-        result without a sharding is replicated.
-      static_argnums: the positions of arguments that are not arrays.
+    Over Auto axes, a result without a sharding in `out_shardings` is replicated. If the mesh has no
+    Explicit axes, the function is returned unchanged.
     """
     if AxisType.Explicit not in mesh.axis_types:
         return fn

@@ -221,13 +221,8 @@ class PartitionedFunction(PjittedFnWithContext):
         """Gives the shardings the static fields of the arguments, if it is these that differ.
 
         An optimizer or a bound method that init creates is new in every trace, so a state can have
-        other ones than the specs that were made for it.
-
-        Args:
-          args: the positional arguments of a call that failed.
-
-        Returns:
-          Whether another call with these arguments may succeed.
+        other ones than the specs that were made for it. It returns whether another call with these
+        positional arguments may succeed.
         """
         body, out_shardings = self._body, self._out_shardings
         returned = self.trace_log.result

@@ -83,11 +83,7 @@ class TraceLog:
         self.result = jax.tree.map(abstract, result)
 
     def check_layouts(self, keywords: Mapping[str, Any]) -> None:
-        """Raises RecompilationError if a call would be compiled again for the layout of keywords.
-
-        Args:
-          keywords: arguments without an entry in in_axis_resources.
-        """
+        """Raises RecompilationError if the layout of keywords would cause another compilation."""
         known = self._layouts.get(_kind(keywords), [])
         if known and (layouts := _layouts(keywords)) not in known:
             raise RecompilationError(self._refusal(known[0], layouts))
@@ -95,9 +91,7 @@ class TraceLog:
     def record_layouts(self, keywords: Mapping[str, Any], *, traced: bool) -> None:
         """Records the layouts of keyword arguments, for which jax compiles without a trace.
 
-        Args:
-          keywords: arguments without an entry in in_axis_resources.
-          traced: whether the call was traced; its compilation is then counted already.
+        The compilation of a call that was traced is counted already.
         """
         known = self._layouts.setdefault(_kind(keywords), [])
         if (layouts := _layouts(keywords)) not in known:

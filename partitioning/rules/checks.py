@@ -109,10 +109,7 @@ def raise_problem(path: str, problem: Problem) -> None:
 def check_axes(axes: Iterable[str], mesh: MeshLike, where: str) -> None:
     """Raises ValueError if the mesh lacks one of the axes, or if one appears twice.
 
-    Args:
-      axes: the mesh axes that shard one array.
-      mesh: the mesh.
-      where: the subject of the message, such as the path of the array.
+    `where` is the subject of the message, such as the path of the array that they shard.
     """
     for problem in axis_problems(axes, mesh):
         raise ValueError(f'{where}: {problem.message}')
@@ -121,13 +118,9 @@ def check_axes(axes: Iterable[str], mesh: MeshLike, where: str) -> None:
 def check_spec(
     spec: PartitionSpec, mesh: MeshLike, where: str, shape: Sequence[int] | None = None
 ) -> None:
-    """Raises ValueError for a spec that no array on the mesh can have.
+    """Raises ValueError for a spec that no array on the mesh can have, and none of this shape.
 
-    Args:
-      spec: the mesh axes of each dimension.
-      mesh: the mesh.
-      where: the subject of the message, such as the path of the array.
-      shape: the global shape of the array; by default its rank is not checked.
+    `where` is the subject of the message, such as the path of the array.
     """
     entries = _entries(spec)
     shown = f'{where}: {spec_str(spec)}'
@@ -227,13 +220,7 @@ def indivisible(
 ) -> Problem:
     """The problem that the size of a dimension is not divisible by its number of shards.
 
-    Args:
-      dim: the number of the dimension.
-      shape: the global shape of the array.
-      axes: the mesh axes of the dimension.
-      mesh: the mesh.
-      name: the logical name of the dimension, if it has one.
-      policies: the values of `on_indivisible` that would accept it, if the caller takes any.
+    `policies` are the values of `on_indivisible` that would accept it, if the caller takes any.
     """
     size, shards = shape[dim], num_shards(axes, mesh)
     over = f'mesh {"axes" if len(axes) > 1 else "axis"} {", ".join(map(repr, axes))}'

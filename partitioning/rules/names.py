@@ -138,14 +138,6 @@ def check_rules(rules: Iterable[Any]) -> tuple[tuple[str, MeshAxes], ...]:
     Raises:
       ValueError: if a rule is not a pair of a name and a mesh axis, several axes, or None.
     """
-    given = rules if isinstance(rules, tuple) else tuple(_check_ordered(rules))
-    try:
-        return _check_hashable(given)
-    except TypeError:  # a list, as configuration files write rules and mesh axes
-        return _check_each(given)
-
-
-def _check_ordered(rules: Any) -> Iterable[Any]:
     if isinstance(rules, set | frozenset | Mapping):
         raise ValueError(
             f'rules must be ordered, because the first match wins: write {rules!r} as '
@@ -153,7 +145,11 @@ def _check_ordered(rules: Any) -> Iterable[Any]:
         )
     if isinstance(rules, str) or not isinstance(rules, Iterable):
         raise ValueError(f"rules={rules!r} must be a list, [('logical axis', 'mesh axis'), ...]")
-    return rules
+    given = tuple(rules)
+    try:
+        return _check_hashable(given)
+    except TypeError:  # a list, as configuration files write rules and mesh axes
+        return _check_each(given)
 
 
 def _check_each(rules: tuple[Any, ...]) -> tuple[tuple[str, MeshAxes], ...]:
@@ -254,12 +250,7 @@ def dimension_axes(spec: PartitionSpec, rank: int) -> tuple[Any, ...]:
 
 
 def fill_unconstrained(spec: PartitionSpec, now: Sequence[Any]) -> PartitionSpec:
-    """A spec whose unconstrained dimensions keep the axes that no other dimension takes.
-
-    Args:
-      spec: the spec.
-      now: the mesh axes that each dimension has at present.
-    """
+    """A spec whose unconstrained dimensions keep the axes `now` that no other dimension takes."""
     free = PartitionSpec.UNCONSTRAINED
     if free not in tuple(spec):
         return spec

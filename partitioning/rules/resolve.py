@@ -131,8 +131,12 @@ def try_resolve(
         if not isinstance(one.name, str) or dim in given or one.name in known:
             continue
         if rules.on_unmatched == 'error':
-            hints = {*known, *(sizes or ())} if axes_as_names else known
-            problems.append(_unmatched(one.name, names, hints))
+            hint = nearest(one.name, {*known, *(sizes or ())} if axes_as_names else known)
+            message = (
+                f'no rule for logical axis {one.name!r} of {names}.{hint} Add ({one.name!r}, None) '
+                f"to the rules to replicate it, or ({one.name!r}, '<mesh axis>') to shard it"
+            )
+            problems.append(Problem('unmatched', message))
         else:
             resolved[dim] = dataclasses.replace(one, policy='replicate')
     if sizes is not None and shape is not None and len(shape) == len(names):
@@ -230,27 +234,16 @@ def _axis_problems(
         yield problem._replace(message=f'logical axes {names}: {problem.message}')
 
 
-def _unmatched(name: str, names: tuple[Any, ...], known: set[str]) -> Problem:
-    return Problem(
-        'unmatched',
-        f'no rule for logical axis {name!r} of {names}.{nearest(name, known)} Add ({name!r}, None) '
-        f"to the rules to replicate it, or ({name!r}, '<mesh axis>') to shard it",
-    )
-
-
 def apply_policies(
     resolved: list[ResolvedDimension],
     shape: Sequence[int],
     mesh: MeshLike,
     policy: OnIndivisible,
 ) -> Iterator[Problem]:
-    """Applies a policy, in place, to the dimensions whose size is not divisible.
+    """Applies a policy, in place, to the dimensions of an array whose size is not divisible.
 
-    Args:
-      resolved: the dimensions of an array.
-      shape: the global shape of the array.
-      mesh: the mesh. Axes that it lacks are ignored, because they are another problem.
-      policy: the policy. Under 'error', each such size is a problem.
+    Under 'error', each such size is a problem. Axes that the mesh lacks are another problem, so
+    they are ignored.
     """
     sizes = axis_sizes(mesh)
     for dim, one in enumerate(resolved):
@@ -268,14 +261,7 @@ def apply_policies(
 def apply_policy(
     resolved: ResolvedDimension, size: int, mesh: MeshLike, policy: OnIndivisible
 ) -> ResolvedDimension:
-    """Applies a policy to a dimension whose size is not divisible by its number of shards.
-
-    Args:
-      resolved: the dimension as the rules lay it out.
-      size: the size of the dimension.
-      mesh: the mesh.
-      policy: 'replicate', 'drop_axis' or 'pad'; see `resolve_axes`.
-    """
+    """Applies a policy, not 'error', to a dimension whose size its shards do not divide."""
     wanted = sharding_axes(resolved.mesh_axes)
     shards = num_shards(wanted, mesh)
     kept = largest_divisor(size, wanted, mesh) if policy == 'drop_axis' else ()
@@ -335,17 +321,8 @@ def drop_axes_of_names(
     The given rules are resolved with all mesh axes, because a Manual axis is still taken: the same
     rules win inside a shard_map and outside.
 
-    Args:
-      names: logical names or tuples of mesh axes, as for `resolve_axes`.
-      rules: the logical axis rules.
-      mesh: the mesh, with the axes that are dropped.
-      dropped: the mesh axes to drop.
-
-    Returns:
-      The names without the dropped axes, and one rule per logical name, with the same policies.
-
-    Raises:
-      ValueError: if `resolve_axes` raises it.
+    The result has the names without the dropped axes, which the mesh still has, and one rule per
+    logical name, with the same policies. It raises what `resolve_axes` raises.
     """
     resolved = resolve_axes(names, rules, mesh=mesh)
     left = [(d.name, _without(d.mesh_axes, dropped)) for d in resolved if isinstance(d.name, str)]

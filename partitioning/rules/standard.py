@@ -51,7 +51,14 @@ def _standard_rules(
             f'activation_partitioning_dims={dims[0]!r} and parameter_partitioning_dims={dims[1]!r} '
             'must each be 1 or 2'
         )
-    _check_all_used(mesh_axes, added)
+    used = {*STANDARD_MESH_AXES, *(axis for _, axes in added for axis in as_tuple(axes))}
+    for axis in mesh_axes:
+        if axis not in used:
+            raise ValueError(
+                f'no standard rule uses mesh axis {axis!r}, so every array would be replicated '
+                f"over it. Add a rule, for example ('mlp', {axis!r}), or rename the axis to one of "
+                f'{", ".join(STANDARD_MESH_AXES)}.{nearest(axis, STANDARD_MESH_AXES)}'
+            )
     batch = tuple(axis for axis in _BATCH_AXES if axis in mesh_axes)
     model, data = (axis if axis in mesh_axes else None for axis in ('model', 'data'))
     for setting, dim, axis in (('activation', dims[0], 'model'), ('parameter', dims[1], 'data')):
@@ -130,14 +137,3 @@ def fsdp_logical_axis_rules(
     first = [rule for rule in first if rule[0] not in names]
     made = [*first, *added, *(rule for rule in given if rule not in first)]
     return rules.with_rules(made) if isinstance(rules, AxisRules) else made
-
-
-def _check_all_used(mesh_axes: Sequence[str], added: LogicalAxisRules) -> None:
-    used = {*STANDARD_MESH_AXES, *(axis for _, axes in added for axis in as_tuple(axes))}
-    for axis in mesh_axes:
-        if axis not in used:
-            raise ValueError(
-                f'no standard rule uses mesh axis {axis!r}, so every array would be replicated '
-                f"over it. Add a rule, for example ('mlp', {axis!r}), or rename the axis to one of "
-                f'{", ".join(STANDARD_MESH_AXES)}.{nearest(axis, STANDARD_MESH_AXES)}'
-            )

@@ -119,14 +119,9 @@ _KEPT = 8  # the number of states whose boxes are remembered
 def with_boxes(state: Any, known: KnownBoxes) -> tuple[FlatState, KnownBoxes]:
     """A state with its boxes, which is initialized with boxes and trained without them.
 
-    Args:
-      state: a pytree, abstract or not. If it carries no names at all, it gets the boxes of the
-        known state whose arrays have the same paths and shapes. The dtypes and the static fields
-        may differ.
-      known: the boxes that are remembered.
-
-    Returns:
-      The state, and the boxes to remember from now on, the latest first. They hold no arrays.
+    A state that carries no names at all gets the boxes of the known state whose arrays have the
+    same paths and shapes. The dtypes and the static fields may differ. The boxes to remember from
+    now on are returned too, the latest first. They hold no arrays.
     """
     flat = flatten_state(state)
     carriers = {entry.carrier for entry in flat.entries}

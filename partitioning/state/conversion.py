@@ -17,7 +17,6 @@ from flax.linen.partitioning import AxisMetadata
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from partitioning.state.boxes import (
-    Entry,
     Parameter,
     carried_names,
     is_box,
@@ -146,14 +145,25 @@ def _read(tree: Any) -> list[_Array]:
         )
     flat = flatten_dict(tree, is_leaf=lambda _, x: is_carrier(x))
     for keys, x in flat.items():
-        _check_carrier('/'.join(map(str, keys)), x)
+        path = '/'.join(map(str, keys))
+        if is_box(x) and is_box(x.value):
+            raise ValueError(f'{path} is a box inside a box; remove one of them')
+        if is_variable(x):
+            raise ValueError(
+                f'{path} is an nnx variable ({type(x).__name__}) in a dict of collections; pass an '
+                'nnx.State instead'
+            )
     entries = [make_entry(tuple(map(str, keys)), x) for keys, x in flat.items()]
     carried = named_arrays(entries, ()).carried if any(map(is_carrier, flat.values())) else {}
-    return [
-        _from_collection(keys, entry, carried.get(entry.path))
-        for keys, entry in zip(flat, entries, strict=True)
-        if entry.carrier != 'metadata'
-    ]
+    arrays = []
+    for keys, entry in zip(flat, entries, strict=True):
+        array = _Array(keys[0], keys[1:], entry.array, carried.get(entry.path))
+        if entry.carrier == 'box':
+            array = array._replace(box=type(entry.leaf))
+            _check_fields(array, _field_names(array.box) - _BOX_FIELDS)
+        if entry.carrier != 'metadata':
+            arrays.append(array)
+    return arrays
 
 
 def _is_collection(name: Any) -> bool:
@@ -163,25 +173,6 @@ def _is_collection(name: Any) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _from_collection(keys: Keys, entry: Entry, carried: Parameter | None) -> _Array:
-    array = _Array(keys[0], keys[1:], entry.array, carried)
-    if entry.carrier != 'box':
-        return array
-    box = type(entry.leaf)
-    _check_fields(array, _field_names(box) - _BOX_FIELDS)
-    return array._replace(box=box)
-
-
-def _check_carrier(path: str, x: Any) -> None:
-    if is_box(x) and is_box(x.value):
-        raise ValueError(f'{path} is a box inside a box; remove one of them')
-    if is_variable(x):
-        raise ValueError(
-            f'{path} is an nnx variable ({type(x).__name__}) in a dict of collections; pass an '
-            'nnx.State instead'
-        )
 
 
 def _from_variable(keys: Keys, variable: Any) -> _Array:

@@ -80,7 +80,10 @@ class Parameters:
             derived = [p for p in parameters if _match_dims(shape, p.shape or (), factored)]
             if derived:
                 owner = _nearest_path(path, derived)
-                return owner, _derived_dims(shape, owner, factored)
+                whole, stacked = owner.shape or (), None
+                if factored and not _STACKED_AXES.isdisjoint(owner.names):
+                    stacked = _stacked_kept(shape, whole, owner.names)
+                return owner, stacked or _match_dims(shape, whole, factored) or no_dims
         if candidates:
             parameter = candidates[0][0]
             message = (
@@ -136,15 +139,6 @@ _FIX = (
     'put it in a flax.linen.LogicallyPartitioned with its own names, or name it in '
     'params_axes_names_override'
 )
-
-
-def _derived_dims(shape: tuple[int, ...], owner: Parameter, factored: str | None) -> Dims:
-    """The dimensions of a statistic that is derived from its parameter."""
-    if factored and not _STACKED_AXES.isdisjoint(owner.names):
-        stacked = _stacked_kept(shape, owner.shape or (), owner.names)
-        if stacked is not None:
-            return stacked
-    return _match_dims(shape, owner.shape or (), factored) or (None,) * len(shape)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -60,17 +60,18 @@ def named_arrays(
 ) -> NamedArrays:
     """Finds the arrays that have names, and the parameters among them.
 
-    Args:
-      entries: the leaves of the state.
-      overrides: path rules; the names they give replace those that arrays carry.
-      exact: the names of arrays by path. If given, no other names are read.
+    The names that path rules give replace the names that arrays carry. If names are given by exact
+    paths, no other names are read.
 
     Raises:
       ValueError: if no array has names, if a parameter without names matches no path rule, or if a
         path rule is never used.
     """
     if exact is not None:
-        return _exactly_named(entries, exact)
+        roots = parameter_roots([entry for entry in entries if entry.path in exact])
+        named = _parameters(exact, {entry.path: entry for entry in entries})
+        parameters = {path: named.pop(path) for path in roots if path in named}
+        return _known(parameters, roots, {}, named)
     carried = _carried(entries)
     roots = _roots(entries, carried, bool(overrides))
     if not roots:
@@ -145,13 +146,6 @@ def _path_texts(roots: Mapping[Path, Path], paths: Iterable[Path]) -> dict[Path,
 def parameter_roots(entries: Sequence[Entry]) -> Mapping[Path, Path]:
     """The paths of all parameters, with names or without, each with the path of its tree."""
     return _roots(entries, {}, True)
-
-
-def _exactly_named(entries: Sequence[Entry], exact: Mapping[Path, tuple[Any, ...]]) -> NamedArrays:
-    roots = parameter_roots([entry for entry in entries if entry.path in exact])
-    named = _parameters(exact, {entry.path: entry for entry in entries})
-    parameters = {path: named.pop(path) for path in roots if path in named}
-    return _known(parameters, roots, {}, named)
 
 
 def _known(
@@ -257,10 +251,7 @@ def _roots(
     states of optimizers may contain that key at greater depth. If no path contains it, all paths
     are parameters, in one tree.
 
-    Args:
-      entries: the leaves of the state.
-      carried: the arrays that carry names.
-      overridden: whether path rules name arrays, so that arrays without names are parameters too.
+    If path rules name arrays, `overridden`, arrays without names can be parameters too.
     """
     variables = [entry for entry in entries if entry.carrier == 'variable']
     optimizer = {entry.path for entry in variables if is_optimizer_variable(entry.leaf)}
@@ -277,16 +268,8 @@ def _roots(
         return dict.fromkeys(paths, tuple(first for first, *_ in same))
     least = min(depths.values())
     roots = {path: path[:depth] for path, depth in depths.items() if depth == least}
-    copied = _copied(roots, paths, shapes)
-    return {path: copied for path in paths if path[: len(copied)] == copied} if copied else roots
-
-
-def _copied(
-    roots: Mapping[Path, Path], paths: Sequence[Path], shapes: Mapping[Path, tuple[int, ...]]
-) -> Path | None:
-    """The tree nearer to the top that `roots` are a copy of: L-BFGS keeps a copy in 'params'."""
-    depth = len(next(iter(roots.values())))
-    for root in dict.fromkeys(path[:n] for n in range(1, depth) for path in paths):
-        if all(shapes.get((*root, *path[depth:])) == shapes[path] for path in roots):
-            return root
-    return None
+    # A tree nearer to the top may have the same arrays: L-BFGS keeps a copy of it in 'params'.
+    for above in dict.fromkeys(path[:n] for n in range(1, least) for path in paths):
+        if all(shapes.get((*above, *path[least:])) == shapes[path] for path in roots):
+            return {path: above for path in paths if path[: len(above)] == above}
+    return roots

@@ -40,7 +40,11 @@ def check_path_rules(rules: Iterable[Any]) -> tuple[tuple[str, tuple[Any, ...]],
     checked: list[tuple[str, tuple[Any, ...]]] = []
     for rule in rules:
         match rule:
-            case (str(pattern), [*names]) if all(map(_is_name, names)):
+            case (str(pattern), [*names]) if all(
+                isinstance(name, str | None)
+                or (isinstance(name, tuple) and all(isinstance(axis, str) for axis in name))
+                for name in names
+            ):
                 _compiled(pattern)
                 checked.append((pattern, tuple(names)))
             case _:
@@ -49,12 +53,6 @@ def check_path_rules(rules: Iterable[Any]) -> tuple[tuple[str, tuple[Any, ...]],
                     f'a tuple of mesh axes or None for each dimension, not {rule!r}'
                 )
     return tuple(checked)
-
-
-def _is_name(name: Any) -> bool:
-    if isinstance(name, tuple):
-        return all(isinstance(axis, str) for axis in name)
-    return name is None or isinstance(name, str)
 
 
 Texts = Sequence[str]  # the strings that a pattern may match for one array, the shortest last
@@ -78,12 +76,7 @@ def match_paths(
 
 
 def check_all_named(missing: Mapping[Path, tuple[int, ...]], arrays: Mapping[Path, Texts]) -> None:
-    """Raises ValueError if there are arrays without names that no path rule names.
-
-    Args:
-      missing: the shapes of these arrays, by path.
-      arrays: the strings that a pattern may match, for every array.
-    """
+    """Raises ValueError if there are `missing` arrays, without names and without a path rule."""
     if missing:
         names = [arrays[path][-1] for path in missing]
         more = f' and {len(names) - 3} more' if len(names) > 3 else ''
@@ -100,15 +93,16 @@ def replicating_rules(
     """Path rules, as code, that replicate some arrays and match no others.
 
     Arrays of repeated layers, whose paths differ in numbers only, share a rule.
-
-    Args:
-      replicated: the shapes of the arrays to replicate, by path.
-      arrays: the strings that a pattern may match, for every array.
     """
     others = [text for path, texts in arrays.items() if path not in replicated for text in texts]
     alike: dict[tuple[str, int], dict[str, str]] = {}
     for path, shape in replicated.items():
-        exact = re.sub(r'[^\w/-]', _literally, arrays[path][-1])
+        # Without backslashes, which `repr` would double.
+        exact = re.sub(
+            r'[^\w/-]',
+            lambda c: re.escape(c[0]) if c[0] in '^\\' else f'[{c[0]}]',
+            arrays[path][-1],
+        )
         above, _, last = re.sub(r'\d+', '[0-9]+', exact).rpartition('/')
         alike.setdefault((above, len(shape)), {})[exact] = last
     rules: list[tuple[str, tuple[None, ...]]] = []
@@ -119,11 +113,6 @@ def replicating_rules(
         taken = any(map(_compiled(pattern).fullmatch, others))
         rules += [(one, (None,) * rank) for one in (by_path if taken else [pattern])]
     return str(rules)
-
-
-def _literally(character: re.Match[str]) -> str:
-    """A character as part of a pattern, without a backslash, which `repr` would double."""
-    return re.escape(character[0]) if character[0] in '^\\' else f'[{character[0]}]'
 
 
 def check_all_used(arrays: Mapping[Path, Texts], rules: PathRules, used: Collection[int]) -> None:

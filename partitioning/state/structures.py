@@ -149,15 +149,9 @@ def with_static_fields(
 ) -> tuple[Any, Any] | None:
     """Shardings for arguments that have other static fields than the shardings.
 
-    Args:
-      in_shardings: a tuple with the shardings of each argument.
-      out_shardings: the shardings of the result.
-      args: the arguments.
-
-    Returns:
-      Both shardings, with the static fields of the arguments. Wherever the result has the structure
-      of an argument, it gets its static fields, as in a step that returns its state. None if each
-      argument has the structure of its shardings, or if the paths of its arrays differ.
+    Both get the static fields of the arguments. Wherever the result has the structure of an
+    argument, it gets its static fields, as in a step that returns its state. None is returned if
+    each argument has the structure of its shardings, or if the paths of its arrays differ.
     """
     if not isinstance(in_shardings, tuple) or len(in_shardings) != len(args):
         return None

@@ -207,9 +207,12 @@ def _as_it_says(state: Any, said: Any) -> StateTree[Leaf]:
     """The leaves of a state that names its axes itself, with None where it gives no names."""
     state = state.state if isinstance(state, FlatState) else state
     treedef: Any  # the type that jax declares lacks flatten_up_to
-    flat, treedef = jax.tree_util.tree_flatten_with_path(
-        said, is_leaf=lambda x: x is None or _is_names(x)
-    )
+
+    def is_leaf(x: Any) -> bool:  # an optax chain's state is a tuple too, but not of names
+        is_names = type(x) is tuple and {str} <= {*map(type, x)} <= {str, type(None)}
+        return x is None or is_names
+
+    flat, treedef = jax.tree_util.tree_flatten_with_path(said, is_leaf=is_leaf)
     named = [(key_names(path), names) for path, names in flat]
     try:
         held = treedef.flatten_up_to(state)  # much faster than matching by path
@@ -259,11 +262,6 @@ def _matched_by_path(named: Sequence[tuple[Path, Any]], state: Any) -> list[Any]
 
 def _is_empty(x: Any) -> bool:
     return x is None or (isinstance(x, Mapping | tuple | list) and not x)
-
-
-def _is_names(x: Any) -> bool:
-    """Whether a tuple holds the names of an array; an optax chain's state is a tuple too."""
-    return type(x) is tuple and {str} <= {*map(type, x)} <= {str, type(None)}
 
 
 def _leaf_as_said(path: Path, names: Any, held: Any) -> Leaf:

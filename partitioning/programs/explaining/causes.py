@@ -47,12 +47,7 @@ def find_cause(
 ) -> Exception | None:
     """The error to raise in place of the exception of a call, or None to raise it unchanged.
 
-    Args:
-      error: what the call raised.
-      boundary: the layouts of the function.
-      trace_log: the record of its traces.
-      args, kwargs: the arguments of the call.
-      abstract: whether the call takes ShapeDtypeStructs, as `lower` does.
+    `abstract` says whether the call takes ShapeDtypeStructs, as `lower` does.
     """
     if isinstance(boundary.mesh, AbstractMesh) and not abstract:
         return None  # the error says that the mesh has no devices

@@ -61,14 +61,7 @@ def static_problems(boundary: Boundary, args: Sequence[Any]) -> Iterator[str]:
 
 
 def value_problems(name: str, index: int | None, value: Any, abstract: bool) -> Iterator[str]:
-    """Every leaf of an argument must be a number or an array.
-
-    Args:
-      name: the name of the argument.
-      index: its position, if it was passed by position.
-      value: the argument.
-      abstract: whether ShapeDtypeStructs are allowed too.
-    """
+    """Every leaf of an argument must be a number or an array, or `abstract` if that is allowed."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(value):
         where = f'{name}{jax.tree_util.keystr(path)}'
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -148,13 +141,7 @@ def result_problems(boundary: Boundary, result: Any) -> Iterator[str]:
 def layout_problems(
     boundary: Boundary, argument: Argument, *, only_other_meshes: bool = False
 ) -> Iterator[str]:
-    """Arrays that were put somewhere must be where their entry says.
-
-    Args:
-      boundary: the layouts of the function.
-      argument: the argument.
-      only_other_meshes: whether to skip arrays on the mesh of the function.
-    """
+    """Arrays that were put somewhere must be where their entry says."""
     for path, sharding, leaf in argument.pairs():
         where = f'{argument.name}{jax.tree_util.keystr(path)}'
         if sharding is None:

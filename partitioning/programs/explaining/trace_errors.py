@@ -28,11 +28,7 @@ def translate(error: Exception, rules: LogicalAxisRules) -> str | None:
 
     A mesh axis may not exist, the program may give an `out_sharding` over Auto axes, a
     transformation of nnx may not name the dimension that it adds, or optax may have received
-    something that is not an array.
-
-    Args:
-      error: the error.
-      rules: the rules under which the function was traced.
+    something that is not an array. The function was traced under these rules.
     """
     text = str(error)
     if absent := _ABSENT_AXIS.match(text):
@@ -82,12 +78,7 @@ def needs_explicit_axes(error: Exception) -> bool:
 
 
 def explain_lack(name: str, error: Exception) -> str:
-    """Which operation jax refuses over Explicit axes, why, and the beginning of what to write.
-
-    Args:
-      name: the name of the function.
-      error: an error for which `lacks_out_sharding` is True.
-    """
+    """Which operation jax refuses over Explicit axes, why, and the beginning of what to write."""
     said = ' '.join(str(error).split())
     said = said if len(said) < 400 else f'{said[:400]} ...'
     return (
