@@ -1,6 +1,6 @@
 """Products of sharded arrays, and the sums over shards that their gradients need.
 
-`dense`: products of rows and weights; `sharing`: the mesh axes that both are sharded over; `sums`:
+`dense`: products of rows and weights, and the mesh axes that both are sharded over; `sums`:
 scattered sums inside a shard_map, in the rounds that the machine needs.
 """
 

@@ -14,9 +14,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from partitioning.hardware import OptionValue
-from partitioning.programs.arguments import Arguments, positions
 from partitioning.programs.inner_layouts import inner_spec, is_resource
-from partitioning.programs.trace_log import OnRecompile
+from partitioning.programs.trace_log import Arguments, OnRecompile, positions
 from partitioning.rules import PaddedSpec, boundary_spec, check_definite, check_spec
 from partitioning.state import path_str
 from partitioning.state.structures import KeyPath, pair_leaves

@@ -19,7 +19,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from partitioning.constraints import lay_out
-from partitioning.programs.arguments import positions
+from partitioning.programs.trace_log import positions
 from partitioning.rules import PaddedSpec, as_tuple, padding_problems
 from partitioning.state import path_str
 from partitioning.state.structures import match_by_path

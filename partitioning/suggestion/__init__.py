@@ -1,7 +1,7 @@
 """Suggests path rules for states without names, and shows which arrays path rules take.
 
-`suggested_rules` writes the rules: `dimension_names` reads the paths and chooses a name for each
-dimension, and `path_patterns` the regular expressions. `rule_matches` is the dry run.
+`suggested_rules` writes the rules and their regular expressions: `dimension_names` reads the paths
+and chooses a name for each dimension. `rule_matches` is the dry run.
 """
 
 from partitioning.suggestion.rule_matches import (

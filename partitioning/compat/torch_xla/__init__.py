@@ -7,15 +7,13 @@ Usage:
   torch_xla.hlo_sharding(mesh, ('data', None))  # '{devices=[4,1,2]<=[8] last_tile_dim_replicate}'
 """
 
-from partitioning.compat.torch_xla.manual import (
-    ManualShards as ManualShards,
-    disable_manual_sharding as disable_manual_sharding,
-    enable_manual_sharding as enable_manual_sharding,
-)
 from partitioning.compat.torch_xla.marking import (
+    ManualShards as ManualShards,
     PaddedArray as PaddedArray,
     apply_backward_optimization_barrier as apply_backward_optimization_barrier,
     clear_sharding as clear_sharding,
+    disable_manual_sharding as disable_manual_sharding,
+    enable_manual_sharding as enable_manual_sharding,
     mark_sharding as mark_sharding,
     mark_sharding_with_gradients as mark_sharding_with_gradients,
 )
