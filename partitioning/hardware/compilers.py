@@ -129,8 +129,7 @@ DEFAULT_OPTIONS: tuple[CompilerOption, ...] = (
 def default_options(devices: Iterable[Any]) -> tuple[CompilerOption, ...]:
     """Returns the options with which programs for these devices are compiled by default.
 
-    Args:
-      devices: JAX devices, present or described, all of one kind.
+    The devices are JAX devices, present or described, all of one kind.
     """
     device = next(iter(devices), None)
     chip = chip_of(getattr(device, 'device_kind', ''))
@@ -193,10 +192,7 @@ _LAST_WORDS = re.compile(r'^(F\d{4} |ERROR: )')
 def check_flags(platform: str) -> None:
     """Checks the flags of the environment for a compiler, which would end this process.
 
-    It takes seconds, once, and nothing if the environment sets no flags.
-
-    Args:
-      platform: the platform of the devices to compile for. CPUs are not checked.
+    It takes seconds, once, and nothing if the environment sets no flags. CPUs are not checked.
 
     Raises:
       ValueError: if the compiler does not accept a flag.

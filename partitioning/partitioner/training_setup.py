@@ -98,11 +98,7 @@ def _argument_str(x: Any) -> str:
 
 
 def check_only_arrays(tree: Any, function: str) -> None:
-    """Checks that a result can be stored in arrays.
-
-    Args:
-      tree: the result, a pytree. Python numbers count as arrays.
-      function: the name of the function that returned it.
+    """Checks that the result of a function can be stored in arrays; Python numbers can.
 
     Raises:
       ValueError: with the path of the first leaf that is not an array.
@@ -232,9 +228,9 @@ class _Rest:
 
 
 def _arguments(train_step: Callable[..., Any]) -> tuple[int, list[str]]:
-    """The number of arguments that a step needs, and the names of those that may follow them.
+    """The number of arguments that a step needs, and the names of those that are passed by name.
 
-    jax.jit has to know how many positional arguments there are; the others are passed by name.
+    jax.jit has to know how many positional arguments there are.
     """
     try:
         parameters = list(inspect.signature(train_step).parameters.values())

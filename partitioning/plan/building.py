@@ -142,13 +142,9 @@ def is_array(x: Any) -> bool:
 
 
 def impose_plan(plan: Plan, state: Any, mesh: Mesh) -> Plan:
-    """The plan of a state whose arrays another plan lays out.
+    """The plan of a state whose arrays another plan lays out, or only its parameters.
 
-    Args:
-      plan: a plan of the whole state or only of its parameters.
-      state: a pytree, abstract or not. Without rows for the optimizer's state,
-        its layout follows the parameters.
-      mesh: a mesh with the axes that the plan is for.
+    Without rows for the optimizer's state, its layout follows the parameters.
 
     Raises:
       ValueError: if the mesh, or the path, shape or dtype of an array differs from the plan.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 
 from partitioning.plan.building import PlanBuilder, is_array
 from partitioning.plan.findings import Finding, row_findings, rule_findings
-from partitioning.plan.layouts import Layout, RuleLayout, RuleSet, Subject, unmatched_problem, whole
+from partitioning.plan.layouts import Layout, RuleLayout, RuleSet, Subject, whole
 from partitioning.plan.plan import Plan, Unplanned
 from partitioning.plan.rows import (
     NO_NAMES,
@@ -70,8 +71,14 @@ def lay_out_state(
     tree = walk(flat, exact=exact, report=lambda path, problem: None)
     leaves = tuple(x._replace(parameter=None) if _is_preconditioner(x) else x for x in tree.leaves)
     plan = builder.plan(StateTree(leaves, tree.treedef), rules)
-    if builder.unmatched:
-        builder.report(builder.unmatched[0], unmatched_problem(builder.unmatched))
+    if paths := builder.unmatched:
+        more = f' and {len(paths) - 3} more' if len(paths) > 3 else ''
+        message = (
+            f'no partition rule matches {", ".join(paths[:3])}{more}. Add '
+            f"('{re.escape(paths[0])}', PartitionSpec(...)), or a last ('.*', PartitionSpec()), "
+            'which replicates them'
+        )
+        builder.report(paths[0], Problem('unmatched', message))
     return plan
 
 

@@ -26,7 +26,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -62,10 +62,8 @@ PartitionRule = tuple[str, tuple[MeshAxes, ...]]  # as check_partition_rules ret
 def check_partition_rules(rules: Iterable[Any]) -> tuple[PartitionRule, ...]:
     """Checks partition rules and returns them as (regular expression, mesh axes) pairs.
 
-    Args:
-      rules: (regular expression, spec) pairs. A spec is a PartitionSpec or, as gin files write it,
-        a tuple or list with the mesh axes of each dimension. Dimensions after its end, and all
-        dimensions of None, are replicated.
+    A spec is a PartitionSpec or, as gin files write it, a tuple or list with the mesh axes of each
+    dimension. Dimensions after its end, and all dimensions of None, are replicated.
 
     Raises:
       ValueError: if a rule is not such a pair, or if its regular expression is invalid.
@@ -110,26 +108,6 @@ def _entry(entry: Any, rule: Any) -> MeshAxes:
     raise ValueError(
         f'partition rule {rule!r} has the entry {entry!r}: write a mesh axis, a tuple of mesh axes '
         'or None for each dimension'
-    )
-
-
-def rule_problems(rule: PartitionRule, shape: tuple[int, ...], mesh: MeshLike) -> Iterator[Problem]:
-    """Why no array of this shape on the mesh can have the spec of a rule."""
-    axes, shown = rule[1], f'partition rule {rule_str(rule)}'
-    for problem in axis_problems([a for entry in axes for a in as_tuple(entry)], mesh):
-        yield problem._replace(message=f'{shown}: {problem.message}')
-    if len(axes) > len(shape):
-        problem = rank_problem(shown, len(axes), shape)
-        yield problem._replace(message=f'{problem.message}, or a rule for this array before it')
-
-
-def unmatched_problem(paths: Sequence[str]) -> Problem:
-    """The one problem of all arrays that no partition rule matches."""
-    more = f' and {len(paths) - 3} more' if len(paths) > 3 else ''
-    return Problem(
-        'unmatched',
-        f"no partition rule matches {', '.join(paths[:3])}{more}. Add ('{re.escape(paths[0])}', "
-        "PartitionSpec(...)), or a last ('.*', PartitionSpec()), which replicates them",
     )
 
 
@@ -212,7 +190,16 @@ class RuleLayout:
                 return whole(subject, reason), (Problem('unmatched', reason),)
             return [dataclasses.replace(d, policy='replicate') for d in whole(subject, reason)], ()
         pattern, axes = rule
-        if problems := (*rule_problems(rule, shape, mesh),):
+        shown = f'partition rule {rule_str(rule)}'
+        problems = [
+            problem._replace(message=f'{shown}: {problem.message}')
+            for problem in axis_problems([a for entry in axes for a in as_tuple(entry)], mesh)
+        ]
+        if len(axes) > len(shape):
+            problem = rank_problem(shown, len(axes), shape)
+            message = f'{problem.message}, or a rule for this array before it'
+            problems.append(problem._replace(message=message))
+        if problems:
             return whole(subject, f'partition rule {pattern!r} does not fit'), problems
         entries = (*axes, *[None] * (len(shape) - len(axes)))
         dimensions = [
@@ -227,17 +214,13 @@ class RuleLayout:
         found = (*apply_policies(dimensions, shape, mesh, self.policies.on_indivisible),)
         if any(d.policy == 'pad' for d in dimensions):
             found = (*found, *padding_problems(mesh))
+        whose = f'partition rule {pattern!r}'
+        undone: dict[str, Any] = {'mesh_axes': None, 'policy': None} if found else {}
         dimensions = [
-            dataclasses.replace(
-                d, reason=f'partition rule {pattern!r}{":" if d.policy else ""} {d.reason}'
-            )
+            dataclasses.replace(d, reason=f'{whose}{":" * bool(d.policy)} {d.reason}', **undone)
             for d in dimensions
         ]
-        if found:
-            dimensions = [dataclasses.replace(d, mesh_axes=None, policy=None) for d in dimensions]
-        problems = tuple(
-            p._replace(message=f'partition rule {pattern!r}: {p.message}') for p in found
-        )
+        problems = [p._replace(message=f'{whose}: {p.message}') for p in found]
         return with_names(dimensions, subject.names), problems
 
     def first_match(self, *texts: str) -> PartitionRule | None:

@@ -89,17 +89,11 @@ def find_sharing(
     w_names: Sequence[Any],
     rules: LogicalAxisRules,
 ) -> Sharing | None:
-    """Returns how the gradient of weights is summed and scattered over the mesh that is set.
+    """Returns how the gradient of weights `w` is summed and scattered over the mesh that is set.
 
-    Args:
-      equation: the letters of the arrays.
-      x, w: the rows and the weights.
-      x_names, w_names: their logical axes.
-      rules: the logical axis rules of the context. GRADIENT_RULES, if set, lay out the gradient.
-
-    Returns:
-      None if no mesh axis shards both the summed dimensions and the weights, if there is no mesh or
-      there are no rules, and on meshes with Explicit axes, where jax lays out gradients by itself.
+    The rules of the context lay out the gradient, or GRADIENT_RULES if they are set. It is None if
+    no mesh axis shards both the summed dimensions and the weights, if there is no mesh or there are
+    no rules, and on meshes with Explicit axes, where jax lays out gradients by itself.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not rules or AxisType.Explicit in mesh.axis_types:

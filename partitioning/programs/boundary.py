@@ -227,8 +227,21 @@ def check_donation(boundary: Boundary, args: Sequence[Any]) -> None:
             name = boundary.arguments.name(i)
             for problem in deletion_problems(boundary, name, i, args[i]):
                 raise ValueError(f'{boundary.arguments.function}: {problem}')
-    for problem in _alias_problems(boundary, args):
-        raise ValueError(f'{boundary.arguments.function}: {problem}')
+    seen: dict[int, tuple[str, bool]] = {}
+    for i, arg in enumerate(args):
+        if i in boundary.static:
+            continue
+        donated = i in boundary.donated
+        for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
+            if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+                continue
+            where = f'{boundary.arguments.name(i)}{jax.tree_util.keystr(path)}'
+            first, first_donated = seen.setdefault(id(leaf), (where, donated))
+            if first != where and (donated or first_donated):
+                raise ValueError(
+                    f'{boundary.arguments.function}: {first} and {where} are the same array, but '
+                    'it can be donated only once: copy one of them with jnp.copy'
+                )
 
 
 def deletion_problems(
@@ -252,22 +265,3 @@ def deletion_problems(
                 f'{where} was deleted, or donated to another function (donate_argnums), and no '
                 'longer exists: use what that function returned'
             )
-
-
-def _alias_problems(boundary: Boundary, args: Sequence[Any]) -> Iterator[str]:
-    """No array may appear twice if one of the two is donated."""
-    seen: dict[int, tuple[str, bool]] = {}
-    for i, arg in enumerate(args):
-        if i in boundary.static:
-            continue
-        donated = i in boundary.donated
-        for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
-            if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
-                continue
-            where = f'{boundary.arguments.name(i)}{jax.tree_util.keystr(path)}'
-            first, first_donated = seen.setdefault(id(leaf), (where, donated))
-            if first != where and (donated or first_donated):
-                yield (
-                    f'{first} and {where} are the same array, but it can be donated only once: '
-                    'copy one of them with jnp.copy'
-                )

@@ -129,7 +129,12 @@ def auto_where_needed(
             reason = error
         why = explaining.explain_lack(getattr(fn, '__name__', 'the function'), reason)
         try:
-            result = _over_auto_axes(fn, args, static, mesh)
+            auto = Mesh(mesh.devices, mesh.axis_names)
+            with jax.sharding.use_abstract_mesh(auto.abstract_mesh):
+                # Over Auto axes, the type of an array says nothing about its layout.
+                whole = PartitionSpec()
+                untyped = [x if i in static else _reshard(x, whole) for i, x in enumerate(args)]
+                result = fn(*untyped)
         except ValueError as error:
             if not explaining.needs_explicit_axes(error):
                 raise
@@ -148,14 +153,6 @@ def auto_where_needed(
         return jax.tree.unflatten(treedef, typed)
 
     return traced
-
-
-def _over_auto_axes(fn: Callable[..., Any], args: Any, static: set[int], mesh: Mesh) -> Any:
-    """The result of `fn` inside a mesh like `mesh` with Auto axes only."""
-    with jax.sharding.use_abstract_mesh(Mesh(mesh.devices, mesh.axis_names).abstract_mesh):
-        # Over Auto axes, the type of an array says nothing about its layout.
-        untyped = [x if i in static else _reshard(x, PartitionSpec()) for i, x in enumerate(args)]
-        return fn(*untyped)
 
 
 def _reshard(tree: Any, spec: PartitionSpec) -> Any:

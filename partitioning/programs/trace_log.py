@@ -94,11 +94,7 @@ class Arguments:
         return None
 
     def check_indices(self, indices: int | Sequence[int], setting: str) -> tuple[int, ...]:
-        """The positions that a setting names, counted from the first argument.
-
-        Args:
-          indices: one position or several; negative ones count from the last argument.
-          setting: the name of the setting, such as 'donate_argnums'.
+        """The positions that a setting, such as 'donate_argnums', names from the first argument on.
 
         Raises:
           ValueError: if an index is not an integer, or if the function has no such argument.
@@ -133,11 +129,6 @@ class RecompilationError(ValueError):
 
 class TraceLog:
     """The traces of one partitioned function.
-
-    Args:
-      arguments: the arguments of the function.
-      static: the positions of its static arguments.
-      on_recompile: what is done when the function is traced again: 'allow' or 'error'.
 
     Attributes:
       count: the number of traces.

@@ -5,6 +5,7 @@ Each function yields one message per problem, which names the argument and the a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -109,12 +110,17 @@ def fit_problems(boundary: Boundary, arguments: Sequence[Argument]) -> Iterator[
     misfits = [argument for argument in arguments if any(_misfits(boundary, argument))]
     if not misfits:
         return
-    if pair := _swapped(boundary, arguments):
-        one, other = pair
-        yield (
-            f'the entries of {one.name} and {other.name} in in_axis_resources are in the wrong '
-            f'order: write the entry of {one.name} first'
-        )
+
+    def fits(argument: Argument, entry: Any) -> bool:
+        return not any(_misfits(boundary, argument._replace(entry=entry)))
+
+    for one, other in itertools.combinations(arguments, 2):
+        wrong = not (fits(one, one.entry) and fits(other, other.entry))
+        if wrong and fits(one, other.entry) and fits(other, one.entry):
+            yield (
+                f'the entries of {one.name} and {other.name} in in_axis_resources are in the wrong '
+                f'order: write the entry of {one.name} first'
+            )
     for argument in misfits:
         yield from _misfits(boundary, argument)
 
@@ -218,20 +224,6 @@ def shard_hint(argument: Argument) -> str:
         f'If the first dimension of {argument.name}, {devices}, counts devices, remove '
         'jax_utils.shard, which is for pmap'
     )
-
-
-def _swapped(boundary: Boundary, arguments: Sequence[Argument]) -> tuple[Argument, Argument] | None:
-    """Two arguments that would fit if their entries were exchanged."""
-
-    def fits(argument: Argument, entry: Any) -> bool:
-        return not any(_misfits(boundary, argument._replace(entry=entry)))
-
-    for n, one in enumerate(arguments):
-        for other in arguments[n + 1 :]:
-            wrong = not (fits(one, one.entry) and fits(other, other.entry))
-            if wrong and fits(one, other.entry) and fits(other, one.entry):
-                return one, other
-    return None
 
 
 def _misfits(boundary: Boundary, argument: Argument) -> Iterator[str]:
