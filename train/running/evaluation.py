@@ -48,7 +48,7 @@ def evaluate(
         assert program is not None
         abstract = program.abstract_state
         abstract = abstract.replace(params=with_dtype(abstract.params, restore.dtype))
-        plan = dataclasses.replace(run.plan, program=program._replace(abstract_state=abstract))
+        plan = dataclasses.replace(run.plan, program=program._replace(named_state=abstract))
         run = dataclasses.replace(run, plan=plan)
     state = restore_for_evaluation(run, restore)
     step = int(state.step)
