@@ -7,7 +7,6 @@ arguments of the first and of the latest trace, so it costs nothing at a call.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, Literal, get_args
 import jax
 
 from partitioning.rules import nearest
+from partitioning.state.structures import StaticValue
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -26,13 +26,6 @@ def positions(indices: Sequence[int], count: int) -> set[int]:
     Arguments that the call leaves out have no position.
     """
     return {i + count if i < 0 else i for i in indices if -count <= i < count}
-
-
-@dataclasses.dataclass(frozen=True)
-class StaticValue:
-    """A static argument in the record of a trace."""
-
-    value: Any
 
 
 class Arguments:

@@ -17,6 +17,13 @@ import jax
 KeyPath = tuple[Any, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class StaticValue:
+    """A static argument in the record of a trace."""
+
+    value: Any
+
+
 class TreeMismatchError(Exception):
     """Two trees have different structures.
 

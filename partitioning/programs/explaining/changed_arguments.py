@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Sharding
 
-from partitioning.programs.trace_log import StaticValue
 from partitioning.rules import describe_axes, spec_str
-from partitioning.state.structures import TreeMismatchError, pair_leaves, short_repr
+from partitioning.state.structures import StaticValue, TreeMismatchError, pair_leaves, short_repr
 
 _Record = Mapping[str, Any]
 
