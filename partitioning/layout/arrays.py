@@ -136,21 +136,17 @@ def _check_rows(
         raise ValueError(f'{name} is a scalar, but the first dimension of a batch must be its rows')
     rows, held, num_shards = shape[0], len(batch.chunk), batch.num_shards
     if batch_size is None:
-        if rows and rows % held == 0:
-            return
-        wrong = f', which is not a positive multiple of {held}'
-        holds = f'{held} of the {num_shards} shards of the batch'
+        fits, holds = bool(rows) and rows % held == 0, f'{held} of the {num_shards} shards'
         hint = f'{held} or {2 * held} rows, for example'
     else:
-        if rows == (expected := batch_size // num_shards * held):
-            return
-        wrong = ''
-        holds = f'{expected} of the {batch_size} rows of the batch'
+        expected = batch_size // num_shards * held
+        fits, holds = rows == expected, f'{expected} of the {batch_size} rows'
         hint = 'the rows of DataLayout.row_indices'
-    raise ValueError(
-        f'{name} has {rows} rows, shape {shape}{wrong}: process {jax.process_index()} holds '
-        f'{holds} on the mesh {describe_axes(batch.sharding.mesh.shape)}. Pass {hint}'
-    )
+    if not fits:
+        raise ValueError(
+            f'{name} has {rows} rows, shape {shape}: process {jax.process_index()} holds {holds} '
+            f'of the batch on the mesh {describe_axes(batch.sharding.mesh.shape)}. Pass {hint}'
+        )
 
 
 def _check_integers_fit(name: str, array: np.ndarray) -> None:
