@@ -243,7 +243,13 @@ class MeshConfig:
                 granules = granules_of(devices, granule_size=self.granule_size)
                 check_same_size(granules)
             if len(granules) > 1 and self.slice_axis not in names:
-                names, sizes = self._names_with_slices(len(granules)), (1, *sizes)
+                if self.slice_axis is None:
+                    raise ValueError(
+                        f'the axes {names} have no axis for the {len(granules)} slices: name 3 '
+                        "axes, for example ('replica', 'data', 'model'), or set "
+                        "slice_axis='replica'"
+                    )
+                names, sizes = (self.slice_axis, *names), (1, *sizes)
             over = tuple(len(granules) if name == self.slice_axis else 1 for name in names)
         blocks: list[np.ndarray] = []
         if t5x_order:
@@ -270,14 +276,6 @@ class MeshConfig:
         by_slice = not by_process and (has_coords(devices[0]) or several)
         counted = 'granules' if size else 'slices' if by_slice else 'processes'
         return granules_of(devices, by_process, size), counted
-
-    def _names_with_slices(self, num_slices: int) -> tuple[str, ...]:
-        if self.slice_axis is None:
-            raise ValueError(
-                f'the axes {self._names} have no axis for the {num_slices} slices: name 3 axes, '
-                "for example ('replica', 'data', 'model'), or set slice_axis='replica'"
-            )
-        return (self.slice_axis, *self._names)
 
     # The messages for settings that contradict each other.
 

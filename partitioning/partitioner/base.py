@@ -28,7 +28,13 @@ from partitioning.partitioner.settings import (
     choose_mesh_source,
     settings_of_t5x,
 )
-from partitioning.partitioner.training_setup import TrainingSetup, partition_step, trace_init
+from partitioning.partitioner.training_setup import (
+    Step,
+    TrainingSetup,
+    positional_arguments,
+    returning_pairs,
+    trace_init,
+)
 from partitioning.plan import Plan
 from partitioning.programs.boundary import to_shardings
 from partitioning.programs.partitioned_function import (
@@ -299,7 +305,17 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         """
         plan = self.plan(init_fn, *args)
         data_spec = self.data_partition_spec
-        step = partition_step(self.partition, self.mesh, train_step, plan.specs, data_spec)
+        needed, optional = positional_arguments(train_step)
+        # jax.jit has to know the layout of a result before it is traced. The function that is
+        # compiled therefore always returns a pair of the state and the rest. If `train_step` itself
+        # returns another form, that form is restored after every call.
+        pairs = self.partition(
+            returning_pairs(train_step, plan.specs),
+            (plan.specs, data_spec, *[None] * (needed - 2)),
+            (plan.specs, None),
+            donate_argnums=0,
+        )
+        step: Any = Step(pairs, self.mesh, needed, optional)
         return TrainingSetup(plan.init(*args), step, data_spec)
 
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -159,30 +159,7 @@ class TrainingSetup(NamedTuple):
     data_spec: PartitionSpec
 
 
-def partition_step(
-    partition: Callable[..., PartitionedCallable],
-    mesh: Mesh,
-    train_step: Callable[..., Any],
-    specs: Any,
-    data_spec: PartitionSpec,
-) -> PartitionedCallable:
-    """Partitions a training step; see `BasePartitioner.setup`.
-
-    jax.jit has to know the layout of a result before it is traced. The function that is compiled
-    therefore always returns a pair of the state and the rest. If `train_step` itself returns
-    another form, that form is restored after every call.
-    """
-    needed, optional = _arguments(train_step)
-    pairs = partition(
-        _returning_pairs(train_step, specs),
-        (specs, data_spec, *[None] * (needed - 2)),
-        (specs, None),
-        donate_argnums=0,
-    )
-    return cast(PartitionedCallable, _Step(pairs, mesh, needed, optional))
-
-
-class _Step(PjittedFnWithContext):
+class Step(PjittedFnWithContext):
     """A partitioned step whose calls return what the step of the user returns.
 
     It needs the first arguments; the names of those that may follow are `optional`.
@@ -227,7 +204,7 @@ class _Rest:
         return getattr(self.kind, '_make', self.kind)((state, *self.values))
 
 
-def _arguments(train_step: Callable[..., Any]) -> tuple[int, list[str]]:
+def positional_arguments(train_step: Callable[..., Any]) -> tuple[int, list[str]]:
     """The number of arguments that a step needs, and the names of those that are passed by name.
 
     jax.jit has to know how many positional arguments there are.
@@ -242,7 +219,7 @@ def _arguments(train_step: Callable[..., Any]) -> tuple[int, list[str]]:
     return max(2, needed), names[max(2, needed) :]
 
 
-def _returning_pairs(train_step: Callable[..., Any], specs: Any) -> Callable[..., Any]:
+def returning_pairs(train_step: Callable[..., Any], specs: Any) -> Callable[..., Any]:
     """`train_step` with a result of (state, rest), in which the state is as it was before."""
     name = getattr(train_step, '__name__', 'train_step')
 
