@@ -15,12 +15,11 @@ from partitioning.hardware import (
     CompilerOption,
     change_options,
     check_flags,
-    compiler_flags,
+    compilers,
     default_options,
     option_values,
 )
-from partitioning.hardware.compilers import explain_compiler_error
-from partitioning.hardware.compilers import explain_refusal
+from partitioning.hardware.compilers import explain_compiler_error, explain_refusal
 from partitioning.hardware.jax_private import described_cudnn, num_cached, this_process
 
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
@@ -161,8 +160,8 @@ def test_flags_are_tried_once_and_only_where_the_environment_sets_some(monkeypat
         started.append(command[-1])
         return type('Done', (), {'returncode': 1, 'stderr': UNKNOWN})
 
-    monkeypatch.setattr(compiler_flags.subprocess, 'run', run)
-    compiler_flags._try_flags.cache_clear()
+    monkeypatch.setattr(compilers.subprocess, 'run', run)
+    compilers._try_flags.cache_clear()
     monkeypatch.setenv('XLA_FLAGS', '')
     check_flags('tpu')
     monkeypatch.setenv('XLA_FLAGS', '--xla_x=1')
@@ -172,7 +171,7 @@ def test_flags_are_tried_once_and_only_where_the_environment_sets_some(monkeypat
         with pytest.raises(ValueError, match='--xla_x=1 in XLA_FLAGS'):
             check_flags('tpu')
     assert started == ['v5e:2x2']
-    compiler_flags._try_flags.cache_clear()
+    compilers._try_flags.cache_clear()
 
 
 def attend(x):

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from unnamed_models import array, gpt2
 
 from partitioning import MeshConfig, PjitPartitioner, TrainState, explain_rules, suggest_rules
-from partitioning.suggestion.path_patterns import make_path_rules
+from partitioning.suggestion.suggested_rules import make_path_rules
 
 pytestmark = pytest.mark.core
 

@@ -8,7 +8,7 @@ from mock_devices import cpus, gpus, tpu_slices, tpus
 
 from partitioning import CHIPS
 from partitioning.hardware import chip_of, has_coords, num_slices, parse_topology, torus_wrap
-from partitioning.hardware.cloud_names import from_cloud_name
+from partitioning.hardware.topology import from_cloud_name
 
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
