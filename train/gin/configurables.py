@@ -65,11 +65,15 @@ def _register(module: str, name: str) -> None:
         return
     known = gin_internals._inverse_lookup(found)
     if known is None or known.name not in REGISTERED.get(known.module, ()):
-        location = config_parser.Location(None, 0, None, '')
-        source = config_parser.ImportStatement(module, '.' in module, None, location)
+        source = _import_of(module)
         gin_internals._make_configurable(
             found, name, module, avoid_class_mutation=True, import_source=(source, name)
         )
+
+
+def _import_of(module: str) -> config_parser.ImportStatement:
+    location = config_parser.Location(None, 0, None, '')
+    return config_parser.ImportStatement(module, '.' in module, None, location)
 
 
 def is_within(name: str, packages: Iterable[str]) -> bool:
@@ -110,9 +114,7 @@ def register(name: str) -> Any:
     if name in gin_internals._REGISTRY:
         return gin_internals._REGISTRY[name]
     home, path = _split(name)
-    statement = config_parser.ImportStatement(
-        home, '.' in home, None, config_parser.Location(None, 0, None, '')
-    )
+    statement = _import_of(home)
     before = {selector for selector, _ in gin_internals._REGISTRY.items()}
     with gin_internals._parse_scope() as context:
         context._enable_dynamic_registration()

@@ -46,10 +46,10 @@ class SafeConsole(Console):
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
         return [
-            Segment(printable(text), style)
-            if not (control or text.isprintable() or text == '\n')
-            else Segment(text, style, control)
-            for text, style, control in super().render(renderable, options)
+            segment
+            if segment.control or segment.text.isprintable() or segment.text == '\n'
+            else Segment(printable(segment.text), segment.style)
+            for segment in super().render(renderable, options)
         ]
 
     def on_broken_pipe(self) -> None:

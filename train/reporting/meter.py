@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -164,7 +163,7 @@ def format_figures(metrics: Mapping[str, float]) -> str:
 
 
 class Profiler:
-    """Traces a range of steps. It stops the trace if the run ends inside the range.
+    """Traces a range of steps. If the run ends inside the range, `close` ends the trace.
 
     Args:
       directory: the folder of the trace.
@@ -184,20 +183,10 @@ class Profiler:
         """Ends the trace after its last step, whose work it waits for."""
         if self._tracing and self._steps is not None and step == self._steps[1]:
             wait_for_devices(state)
-            self._stop()
+            self.close()
 
-    def __enter__(self) -> Profiler:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Ends the trace, if there is one."""
         if self._tracing:
-            self._stop()
-
-    def _stop(self) -> None:
-        jax.profiler.stop_trace()
-        self._tracing = False
+            jax.profiler.stop_trace()
+            self._tracing = False

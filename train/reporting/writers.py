@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -68,7 +69,7 @@ class Writers:
         Raises:
           OSError: if a writer fails and the policy is to stop.
         """
-        self._call_together('written', lambda writer: writer.write(step, scalars))
+        self._call('written', lambda writer: writer.write(step, scalars))
 
     def forget(self, step: int, names: Collection[str]) -> None:
         """Drops the records of evaluators at a step, which are about to be written again.
@@ -81,7 +82,7 @@ class Writers:
             if hasattr(writer, 'forget'):
                 writer.forget(step, names)
 
-        self._call_together('rewritten', drop)
+        self._call('rewritten', drop)
 
     def close(self) -> None:
         """Closes every writer, even if one fails.
@@ -89,20 +90,18 @@ class Writers:
         Raises:
           OSError: if a writer fails and the policy is to stop.
         """
-        error = self._call('completed', lambda writer: writer.close())
-        if error is not None and self._on_failure == 'stop':
-            raise error
+        self._call('completed', lambda writer: writer.close(), together=False)
 
-    def _call_together(self, done: str, method: Callable[[MetricWriter], None]) -> None:
-        """Calls a method of every writer, and as the policy says, raises its error."""
-        error = self._call(done, method)
-        if self._on_failure == 'stop':
-            with raise_on_all_processes():
-                if error is not None:
-                    raise error
+    def _call(
+        self, done: str, method: Callable[[MetricWriter], None], *, together: bool = True
+    ) -> None:
+        """Calls a method of every writer, and raises the first new error if the policy says so.
 
-    def _call(self, done: str, method: Callable[[MetricWriter], None]) -> OSError | None:
-        """Calls a method of every writer, and returns the first error that is new."""
+        Args:
+          done: what the method does with the metrics, for messages.
+          method: the method.
+          together: whether all processes call it, so that all of them raise the error.
+        """
         first: OSError | None = None
         for i, writer in enumerate(self._writers):
             name = type(writer).__name__
@@ -120,7 +119,10 @@ class Writers:
                 if i in self._failing:
                     self._say(f'the metrics of {name} can be {done} again')
                 self._failing.discard(i)
-        return first
+        if self._on_failure == 'stop':
+            with raise_on_all_processes() if together else contextlib.nullcontext():
+                if first is not None:
+                    raise first
 
 
 def open_writers(

@@ -153,9 +153,7 @@ def find_newest(saved: Checkpoints) -> int | None:
 
     All processes must call it together. Process 0 decides, because it completes checkpoints.
     """
-    newest = saved.latest_step()
-    step = int(agree_on(-1 if newest is None else newest))
-    return None if step < 0 else step
+    return agree_on(saved.latest_step())
 
 
 def report_skips(run: Run, skipped: Sequence[NotFinite], writers: Writers) -> None:

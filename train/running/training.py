@@ -133,7 +133,7 @@ def _train(
         closing(feed),
         collect_garbage(config.collect_garbage_every) as collect,
         console.training(step, last_step),
-        Profiler(directory / 'profile', config.profile_steps) as profiler,
+        closing(Profiler(directory / 'profile', config.profile_steps)) as profiler,
     ):
         devices, starting = config.partitioner.mesh.devices.ravel(), dict[str, float]()
         meter = Meter(run.batch, devices, total_steps=last_step, step=step, flops=flops)
