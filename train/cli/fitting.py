@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.cli.command import OneLineParser, run_command
-from train.cli.forecasting import add_topologies, leave_devices_alone
+from train.cli.forecasting import add_topologies, leave_devices_alone, show_progress
 from train.cli.searching import DEFAULTS
 
 if TYPE_CHECKING:
@@ -89,7 +89,6 @@ def _fit_all(
 ) -> tuple[list[Fit], dict[str, Fit | None]]:
     """Fits a run to each machine, and finds the smallest machine with each of their chips."""
     from train.planning.fits import find_smallest, fit_machine, forecast_fit
-    from train.planning.output import show_progress
 
     found: list[Fit] = []
     known: Known = {}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +19,8 @@ from train.cli.command import CommandParser, configure, run_command
 from train.cli.training import add_runs, find_gin_file
 
 if TYPE_CHECKING:
+    from etils import epath
+
     from meshwright.report.forecasts import Forecast
     from train.planning.machines import Machine
 
@@ -78,8 +83,8 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
         leave_devices_alone()
         from meshwright import forecast_table
         from train.errors import ConfigError
+        from train.paths import as_path
         from train.planning.machines import check_compilers, parse_machine
-        from train.planning.output import prepare_folder, to_json, write_files
 
         if options.update and not options.golden:
             raise ConfigError('--update replaces golden forecasts: name their folder, --golden=DIR')
@@ -92,16 +97,23 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
             check_compilers(machines)
         if options.search:
             return searching.search_settings(options, machines[0])
-        folder = prepare_folder(options.out) if options.out else None
+        folder = None
+        if options.out:  # before anything takes long
+            folder = as_path('--out', options.out)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                why = error.strerror or error
+                raise ConfigError(f'--out={options.out} cannot be created: {why}') from error
         configure(options, [searching.DEFAULTS, *(find_gin_file(one) for one in options.runs)])
         forecasts, programs = _forecast_all(machines, options)
         if options.json:
-            print(to_json(forecasts))
+            print(_to_json(forecasts))
         else:
             width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
             print(forecast_table(forecasts, width=width))
         if folder is not None:
-            write_files(forecasts, programs, folder)
+            _write_files(forecasts, programs, folder)
         unchanged = options.golden is None or _is_unchanged(forecasts, options)
         return int(not unchanged or any(one.fits is False for one in forecasts))
 
@@ -117,6 +129,39 @@ def add_topologies(parser: argparse.ArgumentParser) -> None:
         metavar='TOPOLOGY',
         help='a machine, such as v5p:4x4x4; repeat the flag for more',
     )
+
+
+@contextlib.contextmanager
+def show_progress(name: str) -> Iterator[Callable[[str], None]]:
+    """Shows on standard error what is done for a machine, with the seconds that it takes.
+
+    A file or a pipe gets one line, at the end.
+
+    Args:
+      name: the machine.
+
+    Yields:
+      The function to call with a text when a stage begins.
+    """
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from train.reporting.console import SafeConsole
+    from train.reporting.reports import format_seconds
+
+    console, started = SafeConsole(stderr=True), time.monotonic()
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn('{task.description}', markup=False),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    task = bar.add_task(name)
+    with bar:
+        yield lambda text: bar.update(task, description=f'{name}: {text}')
+    seconds = format_seconds(time.monotonic() - started)
+    console.print(f'{name}: {seconds}', style='dim', soft_wrap=True)
 
 
 def leave_devices_alone() -> None:
@@ -140,7 +185,6 @@ def _forecast_all(
     from train.planning.changes import keep_helpful, list_changes
     from train.planning.forecasts import forecast_step, plan_on
     from train.planning.machines import NotInstalledError
-    from train.planning.output import show_progress
 
     try:
         planned = [plan_on(machine, find_config) for machine in machines]
@@ -160,6 +204,30 @@ def _forecast_all(
             )
         forecasts.append(keep_helpful(one))
     return forecasts, programs
+
+
+def _to_json(forecasts: Sequence[Forecast]) -> str:
+    """The forecasts as JSON: {"fits": ..., "forecasts": [...]}, in their order.
+
+    "fits" is whether all of them fit, or null if that is not known.
+    """
+    fits = [one.fits for one in forecasts]
+    everywhere = None if None in fits and False not in fits else all(fits)
+    return json.dumps({'fits': everywhere, 'forecasts': [one.as_dict() for one in forecasts]})
+
+
+def _write_files(
+    forecasts: Sequence[Forecast], programs: Mapping[str, str], folder: epath.Path
+) -> None:
+    """Writes `forecast.json`, `forecast.html`, and the compiled programs as `*.hlo.txt`."""
+    from meshwright.report.page import write_page
+    from train.errors import writing
+
+    with writing(str(folder)):
+        (folder / 'forecast.json').write_text(_to_json(forecasts) + '\n')
+        write_page(forecasts, folder / 'forecast.html')
+        for machine, text in programs.items():
+            (folder / f'{machine.replace(":", "-")}.hlo.txt').write_text(text)
 
 
 def _is_unchanged(forecasts: Sequence[Forecast], options: argparse.Namespace) -> bool:

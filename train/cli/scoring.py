@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from train.cli.command import CommandParser, configure, run_command
 from train.errors import ConfigError
@@ -56,7 +56,6 @@ def predict(arguments: Sequence[str], prog: str) -> int:
     parser.add_argument('--output', help='the folder of the files (RUN/predictions/STEP)')
     parser.add_argument('--beams', type=int, default=0, help='the beams of a beam search (none)')
     _add_sampling(parser, temperature=0.0)
-    parser.add_argument('--seed', type=int, default=0, help='another seed samples others (0)')
     options = parser.read(arguments)
 
     def command() -> None:
@@ -64,17 +63,13 @@ def predict(arguments: Sequence[str], prog: str) -> int:
 
         from train.decoding import beam_search, predict, sample
         from train.evaluators.predictions import PredictionFiles
-        from train.running.evaluation import evaluate
 
-        config, restore = _read_run(options)
-        sampling = {name: getattr(options, name) for name in ('temperature', 'top_k', 'top_p')}
-        search: Search = functools.partial(sample, **sampling)
+        search: Search = functools.partial(sample, **_sampling(options))
         if options.beams:
             search = beam_search
         decode = functools.partial(predict, decode_fn=search, num_decodes=options.beams or 1)
         files = PredictionFiles(mode=options.mode, predict=decode, output_dir=options.output)
-        changes = {'evaluators': {'predict': files}, 'seed': options.seed}
-        evaluate(dataclasses.replace(config, **changes), restore=restore)
+        _evaluate_with(options, predict=files)
 
     return run_command(command, options)
 
@@ -85,25 +80,28 @@ def generate(arguments: Sequence[str], prog: str) -> int:
     parser.add_argument('--prompt', action='append', required=True, help='a text to continue')
     parser.add_argument('--length', type=int, default=256, help='tokens with the prompt (256)')
     _add_sampling(parser, temperature=0.8)
-    parser.add_argument('--seed', type=int, default=0, help='another seed writes other text (0)')
     options = parser.read(arguments)
 
     def command() -> None:
         from train.evaluators.samples import Samples
-        from train.running.evaluation import evaluate
 
-        config, restore = _read_run(options)
-        samples = Samples(
-            prompts=options.prompt,
-            length=options.length,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-        )
-        changes = {'evaluators': {'samples': samples}, 'seed': options.seed}
-        evaluate(dataclasses.replace(config, **changes), restore=restore)
+        samples = Samples(prompts=options.prompt, length=options.length, **_sampling(options))
+        _evaluate_with(options, samples=samples)
 
     return run_command(command, options)
+
+
+def _evaluate_with(options: argparse.Namespace, **evaluators: Any) -> None:
+    """Runs evaluators on the checkpoint of a run, in place of the evaluators of the run."""
+    from train.running.evaluation import evaluate
+
+    config, restore = _read_run(options)
+    changes = {'evaluators': evaluators, 'seed': options.seed}
+    evaluate(dataclasses.replace(config, **changes), restore=restore)
+
+
+def _sampling(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in ('temperature', 'top_k', 'top_p')}
 
 
 def _add_sampling(parser: CommandParser, temperature: float) -> None:
@@ -111,6 +109,7 @@ def _add_sampling(parser: CommandParser, temperature: float) -> None:
     parser.add_argument('--temperature', type=float, default=temperature, help=shown)
     parser.add_argument('--top_k', type=int, default=0, help='sample only the K most likely (all)')
     parser.add_argument('--top_p', type=float, default=0.0, help='sample only this share (all)')
+    parser.add_argument('--seed', type=int, default=0, help='another seed samples others (0)')
 
 
 def _make_parser(prog: str, usage: str, description: str) -> CommandParser:
