@@ -61,19 +61,19 @@ def describe_error(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def writing(place: str) -> Iterator[None]:
-    """Says which place cannot be written, if the body fails to write it.
+def os_errors_as(message: str) -> Iterator[None]:
+    """Raises a ConfigError in place of an OSError of the body.
 
     Args:
-      place: the setting and its value, such as 'MODEL_DIR runs/mine'.
+      message: the message before the reason, such as 'MODEL_DIR runs/mine cannot be written:'.
 
     Raises:
-      ConfigError: in place of an OSError of the body.
+      ConfigError: with the message and the reason of the OSError.
     """
     try:
         yield
     except OSError as error:
-        raise ConfigError(f'{place} cannot be written: {error.strerror or error}') from error
+        raise ConfigError(f'{message} {error.strerror or error}') from error
 
 
 def import_optional(module: str, extra: str, user: str) -> Any:

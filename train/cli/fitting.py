@@ -112,7 +112,7 @@ def _show(
     options: argparse.Namespace,
 ) -> None:
     """Prints the answer, and writes or prints the gin file."""
-    from train.errors import writing
+    from train.errors import os_errors_as
     from train.planning.gin_text import write_fit
     from train.planning.tables import as_dict, describe_model, fits_table
     from train.reporting.console import RunConsole
@@ -121,7 +121,7 @@ def _show(
     best = min(fitting, key=lambda fit: fit.seconds or math.inf, default=None)
     text = None if best is None else write_fit(model, best, lines)
     if options.out and text is not None:
-        with writing(f'--out={options.out}'):
+        with os_errors_as(f'--out={options.out} cannot be written:'):
             Path(options.out).write_text(text, encoding='utf-8')
     if options.json:
         held = {

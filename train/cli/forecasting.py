@@ -82,7 +82,7 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
     def command() -> int:
         leave_devices_alone()
         from meshwright import forecast_table
-        from train.errors import ConfigError
+        from train.errors import ConfigError, os_errors_as
         from train.paths import as_path
         from train.planning.machines import check_compilers, parse_machine
 
@@ -100,11 +100,8 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
         folder = None
         if options.out:  # before anything takes long
             folder = as_path('--out', options.out)
-            try:
+            with os_errors_as(f'--out={options.out} cannot be created:'):
                 folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                why = error.strerror or error
-                raise ConfigError(f'--out={options.out} cannot be created: {why}') from error
         configure(options, [searching.DEFAULTS, *(find_gin_file(one) for one in options.runs)])
         forecasts, programs = _forecast_all(machines, options)
         if options.json:
@@ -221,9 +218,9 @@ def _write_files(
 ) -> None:
     """Writes `forecast.json`, `forecast.html`, and the compiled programs as `*.hlo.txt`."""
     from meshwright.report.page import write_page
-    from train.errors import writing
+    from train.errors import os_errors_as
 
-    with writing(str(folder)):
+    with os_errors_as(f'{folder} cannot be written:'):
         (folder / 'forecast.json').write_text(_to_json(forecasts) + '\n')
         write_page(forecasts, folder / 'forecast.html')
         for machine, text in programs.items():

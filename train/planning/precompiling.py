@@ -15,7 +15,7 @@ from partitioning.amounts import bytes_str
 from partitioning.hardware.compilers import own_compiler_errors
 from partitioning.programs import PartitionedCallable
 from train.config import TrainConfig
-from train.errors import writing
+from train.errors import os_errors_as
 from train.gin.text import write_gin_text
 from train.processes.activity import calling_compiler
 from train.reporting.memory import check_fits, memory_advice
@@ -104,7 +104,10 @@ def precompile(config: TrainConfig) -> dict[str, Any]:
         COSTS: json.dumps(dataclasses.asdict(costs), indent=1) + '\n',
     }
     folder = run.directory
-    with run.console.phase('writing the programs'), writing(f'MODEL_DIR {folder}'):
+    with (
+        run.console.phase('writing the programs'),
+        os_errors_as(f'MODEL_DIR {folder} cannot be written:'),
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         if jax.process_index() == 0:
             write_gin_text(folder, 'precompile.gin')

@@ -18,7 +18,7 @@ from meshwright import Forecast
 from meshwright.time import constants_of
 from partitioning.amounts import bytes_str
 from train.config import TrainConfig
-from train.errors import first_line, writing
+from train.errors import first_line, os_errors_as
 from train.paths import replacing
 from train.planning.candidates import Candidate, change_run, sizes_of
 from train.planning.forecasts import forecast_run, plan_step, predict_step
@@ -199,7 +199,7 @@ def _write_files(
         'dropped': dict(result.dropped),
         'found': found,
     }
-    with writing(f'--out {folder}'):
+    with os_errors_as(f'--out {folder} cannot be written:'):
         folder.mkdir(parents=True, exist_ok=True)
         _replace(files['search'], json.dumps(held, indent=1) + '\n')
         if result.winner is not None and write is not None:

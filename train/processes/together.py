@@ -18,7 +18,7 @@ import jax
 from etils import epath
 
 from partitioning.untrusted_text import printable
-from train.errors import USER_ERRORS, ConfigError, first_line, writing
+from train.errors import USER_ERRORS, ConfigError, first_line, os_errors_as
 from train.processes import signals
 from train.processes.activity import Activity
 from train.processes.channel import connected_member, current_member
@@ -194,7 +194,7 @@ def check_shared_folder(setting: str, folder: epath.Path) -> None:
     path = folder / name
     with raise_on_all_processes(title):
         if jax.process_index() == 0:
-            with writing(f'{setting} {folder}'):
+            with os_errors_as(f'{setting} {folder} cannot be written:'):
                 folder.mkdir(parents=True, exist_ok=True)
                 path.write_text('')
     try:

@@ -16,7 +16,7 @@ from train.checkpoints.opening import find_checkpoint, open_restored
 from train.checkpoints.reading import CheckpointReader
 from train.checkpoints.steps.finding import t5x_steps
 from train.data import Feed, LocalBatches, record
-from train.errors import ConfigError, writing
+from train.errors import ConfigError, os_errors_as
 from train.gin.text import write_gin_text
 from train.machine.compiling import describe_options
 from train.paths import beside, replacing
@@ -199,7 +199,10 @@ def write_run_files(run: Run) -> dict[str, str]:
       ConfigError: if the folder cannot be written.
     """
     folder, plan = run.directory, run.plan
-    with run.console.phase('writing the description of the run'), writing(f'MODEL_DIR {folder}'):
+    with (
+        run.console.phase('writing the description of the run'),
+        os_errors_as(f'MODEL_DIR {folder} cannot be written:'),
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         if jax.process_index() != 0:
             return {}
