@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import argparse
 import collections
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from measured_steps.cases import list_cases
-from measured_steps.compiling import run_campaign
-from measured_steps.fitting import Fit, fit_all
-from measured_steps.records import RECORDS, TRACED, read_records, trace_all, write_records
-from measured_steps.scoring import (
+from benchmarks.measured_steps.cases import list_cases
+from benchmarks.measured_steps.compiling import run_campaign
+from benchmarks.measured_steps.fitting import Case, Fit, fit_all
+from benchmarks.measured_steps.records import TRACED, read_records, trace_all, write_records
+from benchmarks.measured_steps.scoring import (
     Forecasted,
     forecast_families,
     forecast_with,
@@ -37,7 +37,6 @@ from measured_steps.scoring import (
     score,
     write_fit,
 )
-
 from meshwright.time.constants import list_constants
 from partitioning.hardware import CHIPS
 
@@ -94,12 +93,20 @@ def main() -> None:
         run_campaign(options.rows, options.early)
     if options.trace:
         write_records(dict(trace_all()), TRACED)
-    cases, reasons = list_cases(read_records(TRACED), read_records() if RECORDS.exists() else {})
+    cases, reasons = list_cases(read_records(TRACED), read_records())
     dense = [case for case in cases if case.dense]
     families = forecast_families(dense, fit_all)
     if options.fit:
         constants, _ = fit_all([case for case in cases if not is_left_out(case)])
         write_fit(constants, dense, families)
+    print_forecasts(cases, reasons)
+    for origin, title in _ORIGINS.items():
+        chosen = [f for f in families if f.case.origin == origin]
+        _print_scores(f'Errors of forecasts of {title}, each family left out in turn', chosen)
+
+
+def print_forecasts(cases: Sequence[Case], reasons: Mapping[str, str]) -> None:
+    """Prints everything that follows from the committed constants."""
     constants = read_fit()
     forecasts = forecast_with(cases, constants)
     print(f'{len({case.name for case in cases})} rows are rebuilt, {len(reasons)} are not.\n')
@@ -107,9 +114,6 @@ def main() -> None:
     for origin, title in _ORIGINS.items():
         chosen = [f for f in forecasts if f.case.origin == origin and f.case.dense]
         _print_scores(f'Errors of forecasts of {title}, with the constants below', chosen)
-    for origin, title in _ORIGINS.items():
-        chosen = [f for f in families if f.case.origin == origin]
-        _print_scores(f'Errors of forecasts of {title}, each family left out in turn', chosen)
     _print_scores(
         'Errors of forecasts of models with experts, which fit nothing',
         [f for f in forecasts if not f.case.dense],

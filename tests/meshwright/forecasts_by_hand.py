@@ -78,88 +78,87 @@ TABLE = Cause(
 )
 
 
-def collective(kind, axes, size, arrays, wire_bytes, count, source, **settings):
-    settings = {'network': 'ici', 'asynchronous': True, 'op_name': 'jit(train_step)/dot'} | settings
+def collective(kind, axes, size, arrays, wire_bytes, count, source):
     return Collective(
         kind=kind,
+        network='ici',
         axes=axes,
         group_size=size,
         arrays=arrays,
         wire_bytes=wire_bytes,
         count=count,
+        asynchronous=True,
+        op_name='jit(train_step)/dot_general',
         source=source,
-        **settings,
     )
 
 
-def make_forecast(**changes):
-    """The forecast of a train step on 64 v5p: 7.5 of 95.73 GiB, 800 ms, 58 GB over two axes."""
-    chip = CHIPS['v5p']
-    memory = MemoryForecast(
-        limit=chip.hbm_bytes,
-        peak=7 * GIB + 512 * MIB,
-        arguments=3 * GIB + MIB,
-        parameters=GIB,
-        optimizer=2 * GIB,
-        batch=MIB,
-        other=0,
-        temporaries=5 * GIB,
-        gradients=GIB,
-        activations=3 * GIB,
-        analytic_peak=7 * GIB + 256 * MIB,
-        buffers=(
-            (
-                LiveArray(
-                    array='f32[4,2048,32064]',
-                    nbytes=1_050_673_152,
-                    count=1,
-                    op_name='jit(train_step)/output/dot_general',
-                    source='train/models/output.py:63',
-                ),
-                None,
+CHIP = CHIPS['v5p']
+MEMORY = MemoryForecast(
+    limit=CHIP.hbm_bytes,
+    peak=7 * GIB + 512 * MIB,
+    arguments=3 * GIB + MIB,
+    parameters=GIB,
+    optimizer=2 * GIB,
+    batch=MIB,
+    other=0,
+    temporaries=5 * GIB,
+    gradients=GIB,
+    activations=3 * GIB,
+    analytic_peak=7 * GIB + 256 * MIB,
+    buffers=(
+        (
+            LiveArray(
+                array='f32[4,2048,32064]',
+                nbytes=1_050_673_152,
+                count=1,
+                op_name='jit(train_step)/output/dot_general',
+                source='train/models/output.py:63',
             ),
-            (
-                LiveArray(
-                    array='bf16[32,4,2048,4096]',
-                    nbytes=2 * GIB,
-                    count=1,
-                    op_name='jit(train_step)/scan',
-                    source='train/models/transformer.py:51',
-                ),
-                GATHER,
+            None,
+        ),
+        (
+            LiveArray(
+                array='bf16[32,4,2048,4096]',
+                nbytes=2 * GIB,
+                count=1,
+                op_name='jit(train_step)/scan',
+                source='train/models/transformer.py:51',
             ),
+            GATHER,
         ),
-    )
-    time = StepTime(
-        seconds=0.8,
-        low=0.76,
-        high=0.85,
-        parts=(
-            TimePart(name='matrix products', seconds=0.55, exposed=0.55),
-            TimePart(name='all-gather over fsdp (ICI)', seconds=0.4, exposed=0.15),
-            TimePart(name='other operations', seconds=0.08, exposed=0.08),
-            TimePart(name='overhead', seconds=0.02, exposed=0.02),
+    ),
+)
+
+
+def step_time(low, seconds, high, parts, constants=()):
+    """A step time, from (name, seconds, exposed seconds) of its parts."""
+    made = tuple(TimePart(name=name, seconds=s, exposed=e) for name, s, e in parts)
+    return StepTime(seconds=seconds, low=low, high=high, parts=made, constants=constants)
+
+
+TIME = step_time(
+    *(0.76, 0.8, 0.85),
+    [
+        ('matrix products', 0.55, 0.55),
+        ('all-gather over fsdp (ICI)', 0.4, 0.15),
+        ('other operations', 0.08, 0.08),
+        ('overhead', 0.02, 0.02),
+    ],
+    (
+        Constant(
+            name='share of the peak rate of matrix products',
+            value=0.82,
+            unit='',
+            source='fitted on 14 measured steps of v5p',
         ),
-        constants=(
-            Constant(
-                name='share of the peak rate of matrix products',
-                value=0.82,
-                unit='',
-                source='fitted on 14 measured steps of v5p',
-            ),
-            Constant(name='ICI link', value=1e11, unit='bytes/s', source=chip.source),
-        ),
-    )
-    gather = collective(
-        'all-gather',
-        ('fsdp',),
-        16,
-        ('bf16[4096,14336]',),
-        5e8,
-        96,
-        'train/models/transformer.py:88',
-    )
-    reduce = collective(
+        Constant(name='ICI link', value=1e11, unit='bytes/s', source=CHIP.source),
+    ),
+)
+LAYERS_FILE = 'train/models/transformer.py'
+COLLECTIVES = (
+    ('all-gather', ('fsdp',), 16, ('bf16[4096,14336]',), 5e8, 96, f'{LAYERS_FILE}:88'),
+    (
         'all-reduce',
         ('tensor',),
         4,
@@ -167,33 +166,36 @@ def make_forecast(**changes):
         1e8,
         64,
         'train/models/transformer.py:95',
-        asynchronous=False,
-    )
-    table = collective(
-        'all-gather', ('tensor',), 4, ('f32[32064,256]',), 3.6e9, 1, 'train/models/embedding.py:41'
+    ),
+    ('all-gather', ('tensor',), 4, ('f32[32064,256]',), 3.6e9, 1, 'train/models/embedding.py:41'),
+)
+
+
+def make_forecast(**changes):
+    """The forecast of a train step on 64 v5p: 7.5 of 95.73 GiB, 800 ms, 58 GB over two axes."""
+    gather, reduce, table = (collective(*settings) for settings in COLLECTIVES)
+    reduce = dataclasses.replace(reduce, asynchronous=False)
+    scale = Replicated(
+        path='params/norm/scale',
+        nbytes=16_384,
+        axes=('fsdp', 'tensor'),
+        reason='norm: a rule replicates it',
     )
     made = Forecast(
         function='train_step',
         topology='v5p:4x4x4',
         num_slices=1,
-        chip=chip,
+        chip=CHIP,
         num_devices=64,
         mesh={'fsdp': 16, 'tensor': 4},
         back_end='tpu',
         back_end_version='libtpu 0.0.52',
-        memory=memory,
-        model_flops=0.54 * 0.8 * chip.peak_flops,
+        memory=MEMORY,
+        model_flops=0.54 * 0.8 * CHIP.peak_flops,
         program_flops=3e14,
-        time=time,
+        time=TIME,
         collectives=((gather, GATHER), (reduce, None), (table, TABLE)),
-        replicated=(
-            Replicated(
-                path='params/norm/scale',
-                nbytes=16_384,
-                axes=('fsdp', 'tensor'),
-                reason='norm: a rule replicates it',
-            ),
-        ),
+        replicated=(scale,),
         warnings=(),
         notes=('The peak and the exchanged bytes come from the compiled program.',),
         compilation=Compilation(seconds=31.0, peak_rss=GIB + 512 * MIB),

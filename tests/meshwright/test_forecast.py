@@ -13,15 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from forecast_programs import BATCH, HIDDEN, PRODUCT, ROWS, WIDTH, partitioned, train_step
+from forecasts_by_hand import collective, step_time
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshwright import Forecast, forecast, forecast_table, render_page
 from meshwright.calls.compiler_warnings import read_compiler_log
 from meshwright.calls.partitioned import Call
 from meshwright.changes import SettingChange
-from meshwright.program.collectives import Collective
 from meshwright.report.forecasts import Compilation
-from meshwright.time import StepTime, TimePart
 from partitioning import CHIPS, MeshConfig, PjitPartitioner
 
 pytestmark = pytest.mark.core
@@ -257,24 +256,9 @@ def test_warnings_of_the_compiler_are_collected_and_other_lines_pass(capfd):
 def test_small_parts_of_the_time_and_equal_exchanges_are_added_up(elsewhere):
     """Parts below a thousandth of 2 s are one line; two equal exchanges of 3 kB are one of 6 kB."""
     parts = (('products', 1.9), ('copies', 0.0985), ('sums', 0.001), ('gathers', 0.0005))
-    time = StepTime(
-        seconds=2.0,
-        low=1.8,
-        high=2.2,
-        parts=tuple(TimePart(name=name, seconds=s, exposed=s) for name, s in parts),
-        constants=(),
-    )
-    gather = Collective(
-        kind='all-gather',
-        network='ici',
-        axes=('data',),
-        group_size=8,
-        arrays=('bf16[64,3]', 'f32[5]'),
-        wire_bytes=3000.0,
-        count=1,
-        op_name='jit(step)/dot_general',
-        source='/project/run.py:7',
-    )
+    time = step_time(1.8, 2.0, 2.2, [(name, s, s) for name, s in parts])
+    arrays = ('bf16[64,3]', 'f32[5]')
+    gather = collective('all-gather', ('data',), 8, arrays, 3000.0, 1, '/project/run.py:7')
     made = dataclasses.replace(elsewhere, time=time, collectives=((gather, None), (gather, None)))
     text = forecast_table([made])
     assert re.search(r'^    everything smaller +1.5 ms$', text, re.MULTILINE)

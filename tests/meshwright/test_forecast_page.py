@@ -8,12 +8,11 @@ import shutil
 import subprocess
 
 import pytest
-from forecasts_by_hand import ARRAYS, GIB, collective, make_forecast, mesh_of
+from forecasts_by_hand import ARRAYS, GIB, collective, make_forecast, mesh_of, step_time
 from mock_devices import gpus, tpus
 
 import partitioning
 from meshwright.report.page import render_page, write_page
-from meshwright.time import StepTime, TimePart
 from meshwright.user_lines import short_source
 from partitioning.hardware import CHIPS
 from partitioning.mesh import axis_rings, find_placement
@@ -146,14 +145,8 @@ def test_the_page_has_the_figures():
 
 def test_what_is_too_small_to_see_is_added_up():
     """Of 1 s, parts of 3 ms and 1 ms are below half a percent; 1 kB is far below 45 GiB."""
-    parts = [('matrix products', 0.996), ('exchange', 0.003), ('overhead', 0.001)]
-    time = StepTime(
-        seconds=1.0,
-        low=0.9,
-        high=1.1,
-        parts=tuple(TimePart(name=n, seconds=t, exposed=t) for n, t in parts),
-        constants=(),
-    )
+    parts = (('matrix products', 0.996), ('exchange', 0.003), ('overhead', 0.001))
+    time = step_time(0.9, 1.0, 1.1, [(name, s, s) for name, s in parts])
     tiny = collective('all-reduce', ('fsdp', 'tensor'), 64, ('f32[]',), 1000.0, 1, 'train/a.py:1')
     known = make_forecast().collectives
     page = render_page(make_forecast(time=time, collectives=(*known, (tiny, None))))

@@ -55,34 +55,28 @@ def estimate(mesh, step, *args, specs, donate=(0,)):
 WHOLE, BY_ROWS = PartitionSpec(), PartitionSpec('data')
 
 
-def test_the_arguments_are_what_a_device_holds(mesh):
-    found = estimate(
-        mesh,
-        scanned(False),
-        shape(LAYERS, WIDTH, WIDTH),
-        shape(ROWS, WIDTH),
-        specs=(WHOLE, BY_ROWS),
-    )
-    assert found.argument_bytes == (LAYERS * MATRIX, KEPT)
-    assert found.arguments == LAYERS * MATRIX + KEPT
-    assert not found.unknown
+def estimate_layers(mesh, remat, rows=ROWS):
+    args = shape(LAYERS, WIDTH, WIDTH), shape(rows, WIDTH)
+    return estimate(mesh, scanned(remat), *args, specs=(WHOLE, BY_ROWS))
 
 
 @pytest.mark.parametrize('remat', [False, True])
 def test_the_forward_pass_keeps_one_activation_per_layer(mesh, remat):
     """Its input, and without rematerialization also the cosine of its product."""
-    found = estimate(
-        mesh,
-        scanned(remat),
-        shape(LAYERS, WIDTH, WIDTH),
-        shape(ROWS, WIDTH),
-        specs=(WHOLE, BY_ROWS),
-    )
+    found = estimate_layers(mesh, remat)
+    assert found.argument_bytes == (LAYERS * MATRIX, KEPT)
+    assert found.arguments == LAYERS * MATRIX + KEPT
+    assert not found.unknown
     stacks = [a for a in found.buffers if a.array == f'f32[{LAYERS},{ROWS // 8},{WIDTH}]']
     assert sum(a.nbytes for a in stacks) == LAYERS * KEPT * (1 if remat else 2)
     assert found.gradients == LAYERS * MATRIX
     # The result of the last layer is kept too, for the gradient of the sum of squares.
     assert found.activations == sum(a.nbytes for a in stacks) + KEPT
+    sizes = [a.nbytes for a in found.buffers]
+    assert sizes == sorted(sizes, reverse=True)
+    file, _, line = found.buffers[0].source.rpartition(':')
+    assert file == __file__
+    assert 'jax.lax.scan' in Path(__file__).read_text().splitlines()[int(line) - 1]
 
 
 def test_donated_arguments_hold_the_results(mesh):
@@ -95,30 +89,8 @@ def test_donated_arguments_hold_the_results(mesh):
 
 def test_a_mesh_of_no_devices_will_do():
     mesh = AbstractMesh((512,), ('data',), axis_types=(AxisType.Auto,))
-    found = estimate(
-        mesh,
-        scanned(True),
-        shape(LAYERS, WIDTH, WIDTH),
-        shape(512 * ROWS, WIDTH),
-        specs=(WHOLE, BY_ROWS),
-    )
+    found = estimate_layers(mesh, True, rows=512 * ROWS)
     assert found.argument_bytes == (LAYERS * MATRIX, ROWS * WIDTH * 4)
-
-
-def test_the_largest_buffers_name_their_line(mesh):
-    found = estimate(
-        mesh,
-        scanned(False),
-        shape(LAYERS, WIDTH, WIDTH),
-        shape(ROWS, WIDTH),
-        specs=(WHOLE, BY_ROWS),
-    )
-    sizes = [a.nbytes for a in found.buffers]
-    assert sizes == sorted(sizes, reverse=True)
-    file, _, line = found.buffers[0].source.rpartition(':')
-    assert file == __file__
-    text = Path(__file__).read_text().splitlines()[int(line) - 1]
-    assert 'jax.lax.scan' in text
 
 
 def test_a_function_without_a_mesh_is_refused():

@@ -1,4 +1,25 @@
-"""Models of Hugging Face by the settings of their config.json, and their numbers of parameters."""
+"""Models of Hugging Face: small ones in files, and the settings of published ones."""
+
+import shutil
+from pathlib import Path
+
+from etils import epath
+
+from train.checkpoints.huggingface.config_json import read_config
+
+FOLDER = Path(__file__).parent / 'reference_models'
+NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
+
+
+def copy(name, folder):
+    """Copies a written model, and returns its folder."""
+    shutil.copytree(FOLDER / name, folder / name)
+    return epath.Path(folder / name)
+
+
+def config_of(name):
+    return read_config(epath.Path(FOLDER / name))
+
 
 _8B = {
     'hidden_size': 4096,

@@ -12,7 +12,6 @@ from gin_fixtures import load_config
 
 from partitioning.rules import as_tuple
 from train.cli import main
-from train.cli.command import CommandParser
 from train.gin.entry import find_config
 from train.gin.load import find_config_root
 from train.machine import devices as machine
@@ -206,20 +205,10 @@ def test_a_run_that_fails_prints_one_line(tmp_path, texts):
     assert not model_dir.exists()
 
 
-@pytest.mark.parametrize(
-    'changes, words',
-    [
-        (
-            ['NUM_PARTITIONS=2', 'TransformerConfig.mlp_dim=63'],
-            ['constrain', "'mlp'", '63', 'model', '62 or 64'],
-        ),
-        (['VOCAB_SIZE=256'], ['vocab_size 256', '257']),
-        (["TextFiles.root='/nonexistent'"], ['/nonexistent']),
-    ],
-    ids=['a mlp_dim that does not divide', 'a small vocabulary', 'no text files'],
-)
-def test_a_failure_before_training(fails, tmp_path, texts, changes, words):
+def test_a_failure_before_training(fails, tmp_path, texts):
+    changes = ('NUM_PARTITIONS=2', 'TransformerConfig.mlp_dim=63')
     two_d = '--gin_file=configs/partitioning/two_d.gin'  # its rules shard 'mlp'
+    words = ('constrain', "'mlp'", '63', 'model', '62 or 64')
     fails([*arguments(tmp_path / 'model', texts, *changes), two_d], *words)
     assert not (tmp_path / 'model').exists()
 
@@ -237,35 +226,6 @@ def test_an_error_cannot_control_the_terminal(fails, tmp_path):
     fails(arguments(model_dir / 'model', tmp_path), 'MODEL_DIR', 'a\N{REPLACEMENT CHARACTER}[2Jb')
 
 
-def test_no_gin_file(fails):
-    fails([], 'no gin file', '--gin_file=')
-
-
-@pytest.mark.parametrize(
-    'flag, words',
-    [
-        ('--modeldir=3', ('--modeldir', '--gin.NAME=value', '--help')),
-        ('--cpu_devices=0', ('--cpu_devices', "'0'", 'integer >= 1', '--help')),
-    ],
-)
-def test_an_invalid_flag(capsys, flag, words):
-    with pytest.raises(SystemExit) as exit_:
-        main(['train', flag])
-    assert exit_.value.code == 2
-    assert_one_error(capsys.readouterr().err, *words)
-
-
-def test_a_run_that_does_not_exist(fails, tmp_path, texts):
-    fails([*arguments(tmp_path / 'model', texts), 'quickstat'], "Did you mean 'quickstart'?")
-    assert not (tmp_path / 'model').exists()
-
-
-def test_a_wrong_name_in_a_gin_file(fails, tmp_path):
-    file = tmp_path / 'run.gin'
-    file.write_text('\nTrainConfig.sed = 1\n')
-    fails([f'--gin_file={file}'], f'{file}:2: ', "Did you mean 'seed'?")
-
-
 def test_a_configuration_without_a_task(fails, tmp_path):
     model_dir = tmp_path / 'model'
     file = tmp_path / 'run.gin'
@@ -277,12 +237,3 @@ def test_a_configuration_without_a_task(fails, tmp_path):
     )
     fails([f'--gin_file={file}'], 'TrainConfig', "'task'")
     assert not model_dir.exists()
-
-
-# Parts of the command.
-
-
-def test_gin_flags_are_short_for_bindings():
-    options = CommandParser('train', '', '').read(['--gin.A=1', '--gin_file=x', '--gin.a.b="c"'])
-    assert options.gin_bindings == ['A=1', 'a.b="c"']
-    assert options.gin_file == ['x']

@@ -138,10 +138,6 @@ ORDINARY = {
 }
 
 
-def test_there_are_21_ordinary_texts():
-    assert len(ORDINARY) == 21
-
-
 @pytest.mark.parametrize('name', ORDINARY)
 def test_ordinary_lines_need_no_flag(load, name):
     text, check = ORDINARY[name]

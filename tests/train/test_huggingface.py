@@ -6,9 +6,7 @@ The models are in reference_models/, which transformers has written with their l
 import dataclasses
 import json
 import re
-import shutil
 import sys
-from pathlib import Path
 
 import gin
 import jax
@@ -20,6 +18,7 @@ import small
 from etils import epath
 from flax.traverse_util import flatten_dict
 from gin_fixtures import load_config
+from hugging_face_models import FOLDER as MODELS, NAMES, config_of, copy
 from hypothesis import given, strategies as st
 from safetensors.numpy import load_file, save_file
 from tolerances import assert_equal_but_for_rounding, rounding_spread
@@ -54,20 +53,8 @@ from train.objectives import EncoderDecoder, NextToken
 
 pytestmark = pytest.mark.core
 
-MODELS = Path(__file__).parent / 'reference_models'
-NAMES = sorted(path.name for path in MODELS.iterdir() if path.is_dir())
 RULES = [*small.RULES, ('joined_kv', 'model'), ('relpos_buckets', None)]
 DECODERS = [name for name in NAMES if not name.startswith('t5')]
-
-
-def copy(name, folder):
-    """Copies a model, and returns the folder."""
-    shutil.copytree(MODELS / name, folder / name)
-    return epath.Path(folder / name)
-
-
-def config_of(name):
-    return read_config(epath.Path(MODELS / name))
 
 
 def shapes_of(model):

@@ -2,11 +2,10 @@
 
 import dataclasses
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 from etils import epath
+from hugging_face_models import NAMES, config_of, copy
 
 from train.checkpoints.huggingface import decoders
 from train.checkpoints.huggingface.architectures import (
@@ -19,24 +18,6 @@ from train.errors import ConfigError
 from train.models.t5 import T5Config
 
 pytestmark = pytest.mark.core
-
-MODELS = Path(__file__).parent / 'reference_models'
-NAMES = sorted(path.name for path in MODELS.iterdir() if path.is_dir())
-
-
-def copy(name, folder):
-    """Copies a model, and returns the folder."""
-    shutil.copytree(MODELS / name, folder / name)
-    return epath.Path(folder / name)
-
-
-def change_config(folder, **changes):
-    file = folder / 'config.json'
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-def config_of(name):
-    return read_config(epath.Path(MODELS / name))
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -133,7 +114,9 @@ def test_a_malformed_configuration_is_refused(content, tmp_path):
 @pytest.mark.parametrize('method', ['gptq', 'fp8'])
 def test_quantized_models_are_refused(method, tmp_path):
     folder = copy('llama3_1', tmp_path)
-    change_config(folder, quantization_config={'quant_method': method, 'bits': 4})
+    values = config_of('llama3_1').values
+    changes = {'quantization_config': {'quant_method': method, 'bits': 4}}
+    (folder / 'config.json').write_text(json.dumps(dict(values) | changes))
     with pytest.raises(ConfigError, match=rf"quantized .*'{method}'.*use the weights"):
         read_config(folder)
 

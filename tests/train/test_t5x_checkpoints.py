@@ -1,6 +1,5 @@
 """T5X's checkpoints: restored onto meshes, written, and found in the folder of a run."""
 
-import dataclasses
 import functools
 import json
 import shutil
@@ -18,7 +17,6 @@ from train.checkpoints import CheckpointConfig, find_checkpoint, open_checkpoint
 from train.checkpoints.formats.t5x_files import read_arrays
 from train.errors import ConfigError
 from train.gin.entry import find_entry
-from train.models.t5 import T5, DecoderOnly, DecoderOnlyConfig, T5Config
 from train.optimizers import as_transformation
 from train.t5x import state_utils
 from train.t5x.adafactor import Adafactor, standard_logical_factor_rules
@@ -31,21 +29,15 @@ from train.t5x.checkpoints import (
 )
 from train.t5x.state_names import names_of
 
-NETWORKS = {'t5_1_1': (T5, T5Config), 'decoder_only': (DecoderOnly, DecoderOnlyConfig)}
-
 
 @functools.cache
-def make_plan(name, data=4, model=2, mlp_dim=None):
+def make_plan(name, data=4, model=2, **changes):
     """The layout of the state of a reference model under T5X's rules, with its Adafactor."""
     facts = t5x_reference.facts(name)
-    network, config = NETWORKS[name]
-    sizes = dict(facts['model']['config'])
-    if mlp_dim is not None:
-        sizes['mlp_dim'] = mlp_dim
+    net = t5x_reference.net(name, **changes)
     settings = dict(facts['train'][facts['checkpoint_step10_run']]['adafactor'])
     if settings.pop('logical_factor_rules', None) == 'standard':
         settings['logical_factor_rules'] = standard_logical_factor_rules()
-    net = network(config(**sizes))
     shapes = facts['model']['init_input_shapes']
     shapes = {k: v for k, v in shapes.items() if k != 'decoder_loss_weights'}
 
@@ -195,36 +187,6 @@ def test_an_evaluation_reads_parameters_only_and_can_use_bfloat16(tmp_path):
     np.testing.assert_array_equal(array, expected[f'target/{name}'].read())
     with pytest.raises(ConfigError, match=r"dtype is 'bfloat16', but this run trains"):
         restore(path, plan, mode='specific', dtype='bfloat16')
-
-
-def test_experts_start_as_copies_of_a_dense_layer(tmp_path):
-    """The idiom of T5X's sparse upcycling: each expert gets the dense kernel."""
-    path, plan = t5x_reference.checkpoint('t5_1_1-orbax-10'), make_plan('t5_1_1')
-    dense = read_arrays(path)
-
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Four(UpcycleCheckpointer):
-        num_experts: int = 4
-
-    state = plan.abstract_state.replace(opt_state=None)
-    layer = dict(state.params['encoder']['layers_0'])
-    kernel = layer.pop('mlp')['wo']['kernel']
-    sharding = jax.sharding.NamedSharding(plan.mesh, jax.sharding.PartitionSpec('data', None))
-    experts = jax.ShapeDtypeStruct((4, *kernel.shape), kernel.dtype, sharding=sharding)
-    layer['mlp'] = {'expert': {'wo': {'kernel': experts}}}
-    params = {**state.params, 'encoder': {**state.params['encoder'], 'layers_0': layer}}
-    idiom = [['target(.*)mlp\\/expert(.*)', 'target\\1mlp\\2']]
-    settings = {'assignment_map': idiom, 'checkpointer_cls': Four, 'strict': False}
-    sparse = RestoreCheckpointConfig(path=str(path), mode='specific', **settings)
-    [config] = sparse.each()
-    restored = open_restored(config, find_checkpoint(config)[0]).restore(
-        10, state.replace(params=params), variables_only=True
-    )
-    found = restored.params['encoder']['layers_0']['mlp']['expert']['wo']['kernel']
-    assert found.sharding == sharding
-    expected = dense['target/encoder/layers_0/mlp/wo/kernel'].read()
-    for expert in np.asarray(found):
-        np.testing.assert_array_equal(expert, expected)
 
 
 # Which checkpoints there are.

@@ -7,11 +7,9 @@ import jax
 import numpy as np
 import pytest
 import t5x_reference
-from flax.traverse_util import unflatten_dict
 from small import partitioner
 
 from partitioning import MoePjitPartitioner, standard_logical_axis_rules, unbox
-from train.checkpoints.formats.t5x_files import read_arrays
 from train.decoding import (
     beam_search,
     predict,
@@ -21,8 +19,7 @@ from train.decoding import (
 )
 from train.errors import ConfigError
 from train.models.experts import ExpertsConfig
-from train.models.t5 import T5, DecoderOnly
-from train.models.t5.config import DecoderOnlyConfig, T5Config
+from train.models.t5 import T5, T5Config
 from train.objectives import EncoderDecoder
 
 pytestmark = pytest.mark.core
@@ -43,26 +40,21 @@ KINDS = {
 
 def objective(name):
     """What predict needs of an objective."""
-    sizes = t5x_reference.facts(name)['model']['config']
-    if name == 'decoder_only':
-        start, model = start_decoder_only, DecoderOnly(DecoderOnlyConfig(**sizes))
-    else:
-        start, model = start_encoder_decoder, T5(T5Config(**sizes))
+    start = start_decoder_only if name == 'decoder_only' else start_encoder_decoder
+    model = t5x_reference.net(name)
     return types.SimpleNamespace(start_decoding=functools.partial(start, model), model=model)
 
 
-@functools.cache
 def restored(name):
-    arrays = read_arrays(t5x_reference.checkpoint(f'{name}-orbax-10'))
-    target = {path: x for path, x in arrays.items() if path.startswith('target/')}
-    return unflatten_dict({tuple(path.split('/')[1:]): x.read() for path, x in target.items()})
+    return t5x_reference.params(f'{name}-orbax-10')
 
 
 def batch_of(name, kind):
-    arrays = t5x_reference.arrays(name)
-    batch = {path[10:]: x for path, x in arrays.items() if path.startswith('padded/in/')}
+    batch = t5x_reference.batch(name)
     if kind == 'greedy_prompted':
-        batch['decoder_input_tokens'] = arrays['decode/prompt_decoder_input_tokens']
+        batch['decoder_input_tokens'] = t5x_reference.arrays(name)[
+            'decode/prompt_decoder_input_tokens'
+        ]
     return batch
 
 

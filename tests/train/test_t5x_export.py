@@ -12,7 +12,7 @@ from partitioning import PjitPartitioner, standard_logical_axis_rules
 from train.data import ByT5Tokenizer
 from train.errors import ConfigError
 from train.exporting import load_program
-from train.t5x import decoding, export_lib, models, network
+from train.t5x import decoding, export_lib, models
 from train.t5x.adafactor import Adafactor
 from train.t5x.checkpoint_configs import RestoreCheckpointConfig
 
@@ -20,10 +20,9 @@ GREEDY = functools.partial(decoding.temperature_sample, temperature=0.0)
 
 
 def encoder_decoder(decode_fn=GREEDY, **settings):
-    config = network.T5Config(**t5x_reference.facts('t5_1_1')['model']['config'])
     vocabulary = ByT5Tokenizer()
     return models.EncoderDecoderModel(
-        module=network.Transformer(config=config),
+        module=t5x_reference.net('t5_1_1'),
         input_vocabulary=vocabulary,
         output_vocabulary=vocabulary,
         optimizer_def=Adafactor(),
@@ -33,10 +32,8 @@ def encoder_decoder(decode_fn=GREEDY, **settings):
 
 
 def decoder_only():
-    facts = t5x_reference.facts('decoder_only')
-    config = network.TransformerConfig(**facts['model']['config'])
     return models.DecoderOnlyModel(
-        module=network.DecoderWrapper(config=config),
+        module=t5x_reference.net('decoder_only'),
         vocabulary=ByT5Tokenizer(),
         optimizer_def=Adafactor(),
         decode_fn=GREEDY,
@@ -58,9 +55,9 @@ def save(model, name, folder, **settings):
     return export_lib.save(**defaults | settings)
 
 
-def inputs(model, batch, program):
-    arrays = t5x_reference.arrays(model)
-    return {name: arrays[f'{batch}/in/{name}'].astype(np.int32) for name in program['inputs']}
+def inputs(model, program):
+    batch = t5x_reference.batch(model)
+    return {name: batch[name].astype(np.int32) for name in program['inputs']}
 
 
 def decoded(model, kind):
@@ -76,7 +73,7 @@ def test_a_program_decodes_the_tokens_that_t5x_decoded(tmp_path):
     assert (description['step'], description['vocabularies']['targets']['end_token']) == (10, 1)
     program = load_program(tmp_path / 'one')
     tokens, scores = decoded('t5_1_1', 'beam4')
-    batch = inputs('t5_1_1', 'padded', description)
+    batch = inputs('t5_1_1', description)
     found = program(batch)
     np.testing.assert_array_equal(found['tokens'], tokens)
     np.testing.assert_allclose(found['scores'], scores, 1e-4)
@@ -89,7 +86,7 @@ def test_a_program_scores_as_t5x_did_from_parameters_on_a_mesh(tmp_path):
     mesh = PjitPartitioner(num_partitions=2, logical_axis_rules=rules)
     mode = {'inference_mode': 'score', 'partitioner': mesh, 'batch_size': 4}
     description = save(encoder_decoder(), 't5_1_1-orbax-10', tmp_path / 'one', **mode)
-    found = load_program(tmp_path / 'one')(inputs('t5_1_1', 'padded', description))
+    found = load_program(tmp_path / 'one')(inputs('t5_1_1', description))
     expected = t5x_reference.arrays('t5_1_1')['padded/step10/score']
     np.testing.assert_allclose(found['scores'], expected, 1e-5)
     assert description['outputs'] == {'scores': {'shape': [4], 'dtype': 'float32'}}
@@ -97,7 +94,7 @@ def test_a_program_scores_as_t5x_did_from_parameters_on_a_mesh(tmp_path):
 
 def test_a_decoder_continues_its_inputs(tmp_path):
     description = save(decoder_only(), 'decoder_only-legacy-10', tmp_path / 'one')
-    batch = inputs('decoder_only', 'padded', description)
+    batch = inputs('decoder_only', description)
     tokens, _ = decoded('decoder_only', 'greedy')
     np.testing.assert_array_equal(load_program(tmp_path / 'one')(batch)['tokens'], tokens[:, -1])
 

@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 import t5x_reference
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
+from t5x_reference import batch, net, params
 
 from partitioning import TrainState
-from train.checkpoints.formats.t5x_files import read_arrays
 from train.errors import ConfigError
 from train.models.t5.layers import buckets
 from train.objectives import EncoderDecoder, PrefixLanguageModel, compute_loss
@@ -29,28 +29,9 @@ DIVISORS = {
 }
 
 
-def net(name, **changes):
-    settings = t5x_reference.facts(name)['model']['config'] | changes
-    if name == 'decoder_only':
-        config = network.TransformerConfig(**settings)
-        return network.DecoderWrapper(config=config)
-    return network.Transformer(config=network.T5Config(**settings))
-
-
 def objective(name, model=None, **settings):
     kind = PrefixLanguageModel if name == 'decoder_only' else EncoderDecoder
     return kind(model=model or net(name), **settings)
-
-
-def batch(name, kind):
-    start, arrays = f'{kind}/in/', t5x_reference.arrays(name)
-    return {k.removeprefix(start): jnp.asarray(v) for k, v in arrays.items() if start in k}
-
-
-def params(checkpoint):
-    arrays = read_arrays(t5x_reference.checkpoint(checkpoint))
-    flat = {k: jnp.asarray(v.read()) for k, v in arrays.items() if k.startswith('target/')}
-    return unflatten_dict({tuple(k.split('/')[1:]): v for k, v in flat.items()})
 
 
 CHECKPOINTS = {'t5_1_1': 't5_1_1-orbax-10', 'decoder_only': 'decoder_only-legacy-10'}

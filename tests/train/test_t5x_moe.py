@@ -258,11 +258,9 @@ def test_an_upcycled_checkpoint_of_t5x():
     experts = ExpertsConfig(
         num_experts=4, num_selected_experts=2, normalize_weights=True, dropless=True
     )
-    sizes = t5x_reference.facts('t5_1_1')['model']['config']
-    module = network.Transformer(network.T5Config(**sizes, experts=experts))
-    arrays = t5x_reference.arrays('t5_1_1')
+    module, batch = t5x_reference.net('t5_1_1', experts=experts), t5x_reference.batch('t5_1_1')
     names = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
-    rows = [arrays[f'padded/in/{name}'] for name in names]
+    rows = [batch[name] for name in names]
     partitioner = MoePjitPartitioner(num_expert_partitions=2, num_partitions=2)
 
     def init(key):
@@ -301,7 +299,8 @@ def test_an_upcycled_checkpoint_of_t5x():
     )
     real = rows[2] > 0  # experts do not take padding, and T5X's MLP does
     logits = np.asarray(program(state.params))
-    np.testing.assert_allclose(logits[real], arrays['padded/step10/logits'][real], atol=1e-5)
+    expected = t5x_reference.arrays('t5_1_1')['padded/step10/logits']
+    np.testing.assert_allclose(logits[real], expected[real], atol=1e-5)
 
 
 @pytest.mark.parametrize(

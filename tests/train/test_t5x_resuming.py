@@ -12,7 +12,6 @@ from train import TrainConfig, train
 from train.checkpoints.formats.t5x_files import read_arrays
 from train.data import Examples
 from train.errors import ConfigError
-from train.models.t5 import T5, T5Config
 from train.objectives import EncoderDecoder
 from train.reporting.writers import JsonWriter
 from train.t5x.adafactor import Adafactor, standard_logical_factor_rules
@@ -21,19 +20,16 @@ from train.t5x.checkpoints import T5XCheckpointConfig
 
 def settings(model_dir, **changes):
     """The ten steps that T5X trained on the four rows of one batch, on another mesh."""
-    facts, arrays = t5x_reference.facts('t5_1_1'), t5x_reference.arrays('t5_1_1')
-    run = facts['train']['default']
+    run = t5x_reference.facts('t5_1_1')['train']['default']
     adafactor = run['adafactor'] | {'logical_factor_rules': standard_logical_factor_rules()}
-    network = T5Config(**facts['model']['config'])
-    rows = {k.split('/')[-1]: x for k, x in arrays.items() if k.startswith('padded/in/')}
     return TrainConfig(**{
         'model_dir': model_dir,
         'objective': EncoderDecoder(
-            model=T5(network), z_loss=run['z_loss'], loss_divisor='weights'
+            model=t5x_reference.net('t5_1_1'), z_loss=run['z_loss'], loss_divisor='weights'
         ),
         'partitioner': partitioner(1, 2, logical_axis_rules=standard_logical_axis_rules()),
         'optimizer': Adafactor(**adafactor).optimizer(lambda step: run['learning_rate']),
-        'task': Examples(training=rows),
+        'task': Examples(training=t5x_reference.batch('t5_1_1')),
         'total_steps': 10,
         'batch_size': 4,
         'evaluators': {},
@@ -74,10 +70,9 @@ def test_ten_steps_from_a_checkpoint_of_t5x_are_those_of_t5x(run_of_t5x, capsys)
 
 
 def test_a_run_whose_names_do_not_fit_is_refused(run_of_t5x):
-    facts = t5x_reference.facts('t5_1_1')
-    network = T5Config(**facts['model']['config'] | {'mlp_activations': ('relu',)})
+    network = t5x_reference.net('t5_1_1', mlp_activations=('relu',))
     before = sorted(run_of_t5x.rglob('*'))
     with pytest.raises(ConfigError, match=r'checkpoint_0 belongs to .*mlp/wi/kernel') as error:
-        train(settings(run_of_t5x, objective=EncoderDecoder(model=T5(network))))
+        train(settings(run_of_t5x, objective=EncoderDecoder(model=network)))
     assert '\n' not in str(error.value)
     assert before == sorted(run_of_t5x.rglob('*'))

@@ -14,7 +14,6 @@ from train.data import (
     ByteTokenizer,
     InputsToTargets,
     JsonLines,
-    Mixture,
     ParquetFiles,
     PrefixLM,
     SentencePieceTokenizer,
@@ -50,11 +49,7 @@ BATCHES += [('decoder_only', 'targets_only'), ('decoder_only', 'targets_only_pac
 def test_rows_are_those_of_seqios_converters(model, batch):
     raw = t5x_reference.facts(model)['raw_examples']
     examples = raw['long' if batch == 'long' else 'padded_and_packed']
-    expected = {
-        name.removeprefix(f'{batch}/in/'): array
-        for name, array in t5x_reference.arrays(model).items()
-        if name.startswith(f'{batch}/in/')
-    }
+    expected = t5x_reference.batch(model, batch)
     task = InputsToTargets(
         source=[(e['inputs'], e['targets']) for e in examples],
         inputs=None if batch.startswith('targets_only') else 'inputs',
@@ -168,13 +163,6 @@ def test_packing_in_order_by_hand():
     one = [np.array([4, 3, 4, 1, 9, 1]), 9]
     assert pack_in_order([one]).tolist() == [0, 2, 4, 5, 6]
     assert pack_in_order([one, (np.array([1, 1, 1, 1, 1, 1]), 1)]).tolist() == [*range(7)]
-
-
-def test_a_mixture_by_weights():
-    tasks = [InputsToTargets(source=[('a', name)] * 3) for name in 'xy']
-    rows = Mixture(tasks=tasks, weights=[3, 1]).open({'inputs': 4, 'targets': 4}).training(0)
-    targets = [text_of(rows[i]['decoder_target_tokens']) for i in range(40)]
-    assert targets.count('x') == 30
 
 
 NUMBERS = [(f'{i}', f'{i}') for i in range(40)]
