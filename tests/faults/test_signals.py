@@ -151,10 +151,7 @@ def test_a_signal_in_the_last_evaluation_leaves_work(undisturbed, tmp_path):
 
 def test_a_signal_after_the_last_step_changes_nothing(tmp_path):
     last, seen = send(signal.SIGTERM, at=STEPS), []
-    hooks = [
-        lambda state, step, metrics: last(step),
-        lambda *_: seen.append(signals.received()),
-    ]
+    hooks = [lambda state, step, metrics: last(step), lambda *_: seen.append(signals.received())]
     assert int(train(config(tmp_path, evaluators={}, hooks=hooks)).step) == STEPS
     assert seen == [None] * 5 + [signal.SIGTERM]
     assert complete_steps(tmp_path / 'checkpoints') == [3, 6]
@@ -336,12 +333,7 @@ def test_a_command_saves_although_nobody_reads_its_output(tmp_path):
 def test_a_command_saves_although_its_terminal_is_closed(tmp_path):
     terminal, inside = pty.openpty()
     process = begin(
-        'terminal',
-        tmp_path,
-        stdin=inside,
-        stdout=inside,
-        stderr=inside,
-        start_new_session=True,
+        'terminal', tmp_path, stdin=inside, stdout=inside, stderr=inside, start_new_session=True
     )
     os.close(inside)
     shown = ''

@@ -145,14 +145,8 @@ def test_slices_and_names_have_their_own_files(tmp_path):
         (lambda text: text[:-4], 'Expecting|delimiter'),
         (lambda text: '[' * 100_000, 'nested'),
         (lambda text: text.replace('forecast 1', 'forecast 9'), 'format'),
-        (
-            lambda text: text.replace('"count"', '"times"'),
-            r"\[0\] has an unknown entry 'times'",
-        ),
-        (
-            lambda text: text.replace('"count": 96', '"count": "x"'),
-            r"\[0\].count .* int, not 'x'",
-        ),
+        (lambda text: text.replace('"count"', '"times"'), r"\[0\] has an unknown entry 'times'"),
+        (lambda text: text.replace('"count": 96', '"count": "x"'), r"\[0\].count .* int, not 'x'"),
         (lambda text: text.replace('"peak"', '"top"'), "the file has an unknown entry 'top'"),
     ],
     ids=['cut', 'deep', 'format', 'exchange', 'number', 'key'],

@@ -61,10 +61,7 @@ def sent(collectives):
 
 CASES = {
     # Each device sums the gradients of its rows: an all-reduce moves them twice.
-    'data parallel': (
-        (P(), P(), P('data')),
-        {('all-reduce', ('data',)): 2 * 2 * WEIGHTS * 3 / 4},
-    ),
+    'data parallel': ((P(), P(), P('data')), {('all-reduce', ('data',)): 2 * 2 * WEIGHTS * 3 / 4}),
     # Each matrix is gathered for the forward pass, and kept; the gradients are scattered.
     'fsdp': (
         (P('data'), P('data'), P('data')),

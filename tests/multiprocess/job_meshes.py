@@ -2,13 +2,7 @@
 
 import jax.numpy as jnp
 
-from partitioning import (
-    PjitPartitioner,
-    axis_rings,
-    create_hybrid_mesh,
-    create_mesh,
-    default_mesh,
-)
+from partitioning import PjitPartitioner, axis_rings, create_hybrid_mesh, create_mesh, default_mesh
 
 
 def run(count):

@@ -57,10 +57,7 @@ MODELS = {
         8_030_261_248,
     ),
     'Mistral-7B-v0.1': ({'model_type': 'mistral', **_8B, 'vocab_size': 32000}, 7_241_732_096),
-    'Qwen2.5-7B': (
-        sizes(3584, 28, 28, 4, 18944, 152064, model_type='qwen2'),
-        7_615_616_512,
-    ),
+    'Qwen2.5-7B': (sizes(3584, 28, 28, 4, 18944, 152064, model_type='qwen2'), 7_615_616_512),
     'Qwen3-8B': (sizes(4096, 36, 32, 8, 12288, 151936, model_type='qwen3'), 8_190_735_360),
     'gemma-7b': (
         sizes(3072, 28, 16, 16, 24576, 256000, model_type='gemma', head_dim=256),
@@ -186,10 +183,7 @@ NEAR_MODELS = {
         sizes(2560, 32, 32, 32, 10240, 51200, model_type='phi', partial_rotary_factor=0.4),
         2_779_683_840,
     ),
-    'OLMo-2-1124-7B': (
-        sizes(4096, 32, 32, 32, 11008, 100352, model_type='olmo2'),
-        7_298_617_344,
-    ),
+    'OLMo-2-1124-7B': (sizes(4096, 32, 32, 32, 11008, 100352, model_type='olmo2'), 7_298_617_344),
     'OLMoE-1B-7B': (
         sizes(2048, 16, 16, 16, 1024, 50304, model_type='olmoe')
         | {'num_experts': 64, 'num_experts_per_tok': 8},

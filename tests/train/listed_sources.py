@@ -5,13 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from train.data import (
-    ByteTokenizer,
-    Document,
-    Source,
-    Tokenizer,
-    open_index,
-)
+from train.data import ByteTokenizer, Document, Source, Tokenizer, open_index
 from train.data.text.sources import Listing
 from train.errors import ConfigError
 

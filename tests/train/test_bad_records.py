@@ -9,13 +9,7 @@ import pyarrow.parquet
 import pytest
 from refusals import TextOnlyTokenizer, file_refusal, refusal, write_array_record
 
-from train.data import (
-    ArrayRecords,
-    JsonLines,
-    ParquetFiles,
-    Records,
-    TextFiles,
-)
+from train.data import ArrayRecords, JsonLines, ParquetFiles, Records, TextFiles
 
 pytestmark = pytest.mark.core
 

@@ -59,6 +59,7 @@ OPEN_MPI_4 = {
 }
 OPEN_MPI_4_PORT = 61440 + 23370 % 4096  # 1531576320 is 23370 * 2**16
 IPV6 = '1314521088.0;tcp6://[fe80::b9b:ac5d:9cf0:b858,2620:10d:c083:150e::3000:2]:43370'
+IPV6_PORT = 61440 + 20058 % 4096  # 1314521088 is 20058 * 2**16
 
 # What GKE sets in pods that ask for TPUs ("About TPUs in GKE"), here host 2 of 4 in slice 1 of 2.
 # JobSet sets the variables of slices, with the address of a pod by JobSet's names and no port.
@@ -101,92 +102,77 @@ def without(environ, *names):
 
 
 @pytest.mark.parametrize(
-    ('environ', 'address', 'count', 'index', 'source'),
+    ('environ', 'expected'),
     [
-        (SLURM, f'gpu09:{SLURM_PORT}', 8, 5, 'Slurm'),
+        (SLURM, f'5 of 8 at gpu09:{SLURM_PORT}, by Slurm'),
         # Two steps of a job at the same time have different ports.
-        (SLURM | {'SLURM_STEP_ID': '1'}, f'gpu09:{SLURM_PORT + 1009}', 8, 5, 'Slurm'),
+        (SLURM | {'SLURM_STEP_ID': '1'}, f'5 of 8 at gpu09:{SLURM_PORT + 1009}, by Slurm'),
         # srun -n 3 in a job of 8 tasks
         (
             SLURM | {'SLURM_STEP_NUM_TASKS': '3', 'SLURM_PROCID': '2'},
-            f'gpu09:{SLURM_PORT}',
-            3,
-            2,
-            'Slurm',
+            f'2 of 3 at gpu09:{SLURM_PORT}, by Slurm',
         ),
-        (without(SLURM, 'SLURM_STEP_NODELIST'), f'gpu07:{SLURM_PORT}', 8, 5, 'Slurm'),
-        (without(SLURM, 'SLURM_STEP_NUM_TASKS'), f'gpu09:{SLURM_PORT}', 8, 5, 'Slurm'),
-        (SBATCH | {'SLURM_NTASKS': '1'}, f'127.0.0.1:{SLURM_PORT}', 1, 0, 'Slurm'),
-        (SLURM | {'JAX_COORDINATOR_PORT': '7000'}, 'gpu09:7000', 8, 5, 'Slurm'),
-        (OPEN_MPI_5, f'gpu-node-01:{OPEN_MPI_5_PORT}', 4, 3, 'Open MPI'),
+        (without(SLURM, 'SLURM_STEP_NODELIST'), f'5 of 8 at gpu07:{SLURM_PORT}, by Slurm'),
+        (without(SLURM, 'SLURM_STEP_NUM_TASKS'), f'5 of 8 at gpu09:{SLURM_PORT}, by Slurm'),
+        (SBATCH | {'SLURM_NTASKS': '1'}, f'0 of 1 at 127.0.0.1:{SLURM_PORT}, by Slurm'),
+        (SLURM | {'JAX_COORDINATOR_PORT': '7000'}, '5 of 8 at gpu09:7000, by Slurm'),
+        (OPEN_MPI_5, f'3 of 4 at gpu-node-01:{OPEN_MPI_5_PORT}, by Open MPI'),
         (
             OPEN_MPI_5 | {'OMPI_COMM_WORLD_LOCAL_SIZE': '4'},
-            f'127.0.0.1:{OPEN_MPI_5_PORT}',
-            4,
-            3,
-            'Open MPI',
+            f'3 of 4 at 127.0.0.1:{OPEN_MPI_5_PORT}, by Open MPI',
         ),
-        (OPEN_MPI_4, f'10.96.0.1:{OPEN_MPI_4_PORT}', 4, 1, 'Open MPI'),
+        (OPEN_MPI_4, f'1 of 4 at 10.96.0.1:{OPEN_MPI_4_PORT}, by Open MPI'),
         (
             OPEN_MPI_4 | {'OMPI_MCA_orte_hnp_uri': IPV6},
-            f'[fe80::b9b:ac5d:9cf0:b858]:{61440 + (1314521088 >> 16) % 4096}',
-            4,
-            1,
-            'Open MPI',
+            f'1 of 4 at [fe80::b9b:ac5d:9cf0:b858]:{IPV6_PORT}, by Open MPI',
         ),
         # mpirun in a job of Slurm: the tasks of Slurm are mpirun's own.
-        (OPEN_MPI_5 | SBATCH, f'gpu-node-01:{OPEN_MPI_5_PORT}', 4, 3, 'Open MPI'),
-        (OPEN_MPI_4 | SLURM, f'10.96.0.1:{OPEN_MPI_4_PORT}', 4, 1, 'Open MPI'),
-        (TPU, 'train-slice-1-0.train:8482', 4, 2, 'a TPU pod'),
-        (TPU | SLICES, 'train-slice-0-0.train:8482', 8, 1 * 4 + 2, '2 TPU slices'),
+        (OPEN_MPI_5 | SBATCH, f'3 of 4 at gpu-node-01:{OPEN_MPI_5_PORT}, by Open MPI'),
+        (OPEN_MPI_4 | SLURM, f'1 of 4 at 10.96.0.1:{OPEN_MPI_4_PORT}, by Open MPI'),
+        (TPU, '2 of 4 at train-slice-1-0.train:8482, by a TPU pod'),
+        (TPU | SLICES, '6 of 8 at train-slice-0-0.train:8482, by 2 TPU slices'),
         (
             TPU | SLICES | {'MEGASCALE_COORDINATOR_ADDRESS': 'train-slice-0-0.train:8080'},
-            'train-slice-0-0.train:8482',
-            8,
-            6,
-            '2 TPU slices',
+            '6 of 8 at train-slice-0-0.train:8482, by 2 TPU slices',
         ),
         # Several processes per host
         (
             TPU | {'TPU_PROCESS_ADDRESSES': '10.0.0.1:8476,10.0.0.1:8477,10.0.0.2:8476'},
-            '10.0.0.1:8482',
-            3,
-            2,
-            'a TPU pod',
+            '2 of 3 at 10.0.0.1:8482, by a TPU pod',
         ),
         # Notebooks with one TPU host
         (
             {'TPU_PROCESS_ADDRESSES': 'local', 'TPU_WORKER_ID': '0'},
-            '127.0.0.1:8482',
-            1,
-            0,
-            'a TPU pod',
+            '0 of 1 at 127.0.0.1:8482, by a TPU pod',
         ),
-        (INDEXED_JOB, 'train-0.train:8482', 4, 3, 'a Kubernetes indexed job'),
-        (JOBSET, 'llm-workers-0-0.llm:8482', 4, 1, 'JobSet'),
+        (INDEXED_JOB, '3 of 4 at train-0.train:8482, by a Kubernetes indexed job'),
+        (JOBSET, '1 of 4 at llm-workers-0-0.llm:8482, by JobSet'),
         # XPK: two jobs with two pods each
         (
             without(JOBSET, 'JAX_NUM_PROCESSES')
             | {'JAX_PROCESS_COUNT': '4', 'JOB_INDEX': '1', 'PROCESSES_IN_JOB': '2'},
-            'llm-workers-0-0.llm:8482',
-            4,
-            3,
-            'JobSet',
+            '3 of 4 at llm-workers-0-0.llm:8482, by JobSet',
         ),
-        (JAX, '10.0.0.1:1234', 4, 1, 'the variables of JAX'),
-        (JAX | {'JAX_COORDINATOR_ADDRESS': '[::1]'}, '[::1]:8482', 4, 1, 'the variables of JAX'),
+        (JAX, '1 of 4 at 10.0.0.1:1234, by the variables of JAX'),
+        (
+            JAX | {'JAX_COORDINATOR_ADDRESS': '[::1]'},
+            '1 of 4 at [::1]:8482, by the variables of JAX',
+        ),
         # An address next to a system: jax's variable wins.
-        (SLURM | {'JAX_COORDINATOR_ADDRESS': 'ib09:1234'}, 'ib09:1234', 8, 5, 'Slurm'),
+        (SLURM | {'JAX_COORDINATOR_ADDRESS': 'ib09:1234'}, '5 of 8 at ib09:1234, by Slurm'),
         # Two systems that agree
-        (TPU | JAX | {'JAX_PROCESS_ID': '2'}, '10.0.0.1:1234', 4, 2, 'a TPU pod'),
+        (TPU | JAX | {'JAX_PROCESS_ID': '2'}, '2 of 4 at 10.0.0.1:1234, by a TPU pod'),
         # A process's own index wins over the pod's.
-        (INDEXED_JOB | {'JAX_PROCESS_ID': '0'}, 'train-0.train:8482', 4, 0, 'the variables of JAX'),
+        (
+            INDEXED_JOB | {'JAX_PROCESS_ID': '0'},
+            '0 of 4 at train-0.train:8482, by the variables of JAX',
+        ),
     ],
 )
-def test_environments_of_clusters(environ, address, count, index, source):
+def test_environments_of_clusters(environ, expected):
     found = find_processes(environ)
-    assert (found.coordinator_address, found.process_count) == (address, count)
-    assert (found.process_index, found.source) == (index, source)
+    where = f'{found.coordinator_address}, by {found.source}'
+    assert f'{found.process_index} of {found.process_count} at {where}' == expected
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,7 @@ from partitioning import PjitPartitioner, TrainState
 from partitioning.amounts import bytes_str
 from train.reporting.console import RunConsole, SafeConsole
 from train.reporting.meter import format_figures
-from train.reporting.reports import (
-    describe_parameters,
-    describe_variables,
-    format_seconds,
-)
+from train.reporting.reports import describe_parameters, describe_variables, format_seconds
 
 pytestmark = pytest.mark.core
 

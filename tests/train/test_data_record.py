@@ -259,10 +259,7 @@ def test_sources_of_every_kind_have_a_record(corpus, run, tmp_path):
     (corpus.folder / 'a.jsonl').write_text('{"text": "a"}')
     lines = JsonLines(pattern=['a.jsonl'], root=str(corpus.folder), holdout_percent=0)
     mixture = Mixture(
-        tasks=[
-            corpus.task(lines),
-            corpus.task(Records(records=TEXTS, holdout_percent=0)),
-        ],
+        tasks=[corpus.task(lines), corpus.task(Records(records=TEXTS, holdout_percent=0))],
         weights=[1, 1],
     )
     write_record(run, corpus.record(mixture))

@@ -94,10 +94,7 @@ def dense(params, x, chosen, taken, normalize):
 CASES = {
     'top-1': ({'train_capacity_factor': 0.8, 'min_expert_capacity': 1}, 1),
     'top-2': ({'num_selected_experts': 2, 'normalize_weights': True}, 4),
-    'top-3': (
-        {'num_selected_experts': 3, 'tokens_per_group': 32, 'train_capacity_factor': 2.0},
-        8,
-    ),
+    'top-3': ({'num_selected_experts': 3, 'tokens_per_group': 32, 'train_capacity_factor': 2.0}, 8),
     'dropless': ({'num_selected_experts': 2, 'dropless': True, 'tokens_per_group': 6}, 6),
 }
 
@@ -250,9 +247,7 @@ def test_metrics_of_more_slots_than_an_int32_can_count():
 
     shape = (8192, 4096, 128)
     found = jax.eval_shape(
-        metrics,
-        jax.ShapeDtypeStruct(shape, jnp.float32),
-        jax.ShapeDtypeStruct(shape[:2], bool),
+        metrics, jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape[:2], bool)
     )
     assert found['expert_usage'].shape == ()
 

@@ -9,10 +9,7 @@ from gin_fixtures import load_config
 from train.gin.configurables import BY_MODULE, register_listed
 
 register_listed()  # as every command does
-pytestmark = [
-    pytest.mark.core,
-    pytest.mark.smoke,
-]
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 DYNAMIC = 'from __gin__ import dynamic_registration\n'
 

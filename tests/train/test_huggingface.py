@@ -31,9 +31,7 @@ from train.checkpoints.arrays.stored import in_memory
 from train.checkpoints.formats.opening import choose_place, open_checkpoint
 from train.checkpoints.formats.safetensors_files import open_safetensors
 from train.checkpoints.formats.safetensors_writer import write_safetensors
-from train.checkpoints.huggingface.architectures import (
-    model_config,
-)
+from train.checkpoints.huggingface.architectures import model_config
 from train.checkpoints.huggingface.config_json import read_config
 from train.checkpoints.huggingface.folders import (
     load_huggingface_model,

@@ -8,11 +8,7 @@ from etils import epath
 from hugging_face_models import NAMES, config_of, copy
 
 from train.checkpoints.huggingface import decoders
-from train.checkpoints.huggingface.architectures import (
-    ARCHITECTURES,
-    describe_model,
-    model_config,
-)
+from train.checkpoints.huggingface.architectures import ARCHITECTURES, describe_model, model_config
 from train.checkpoints.huggingface.config_json import ConfigJson, read_config
 from train.errors import ConfigError
 from train.models.t5 import T5Config

@@ -16,12 +16,7 @@ import pytest
 from listed_sources import CONTENTS, Counted, files_in, listed, quiet, refusal
 from small import text_task
 
-from train.data import (
-    ByteTokenizer,
-    Records,
-    TokenIndex,
-    open_index,
-)
+from train.data import ByteTokenizer, Records, TokenIndex, open_index
 from train.data.text import token_index
 from train.errors import ConfigError
 

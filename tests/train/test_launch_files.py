@@ -53,10 +53,7 @@ JOB = {
     },
 }
 JOBSET = {
-    'failurePolicy': {
-        'maxRestarts': int,
-        'rules': [{'action': str, 'onJobFailureReasons': [str]}],
-    },
+    'failurePolicy': {'maxRestarts': int, 'rules': [{'action': str, 'onJobFailureReasons': [str]}]},
     'replicatedJobs': [{'name': str, 'replicas': int, 'template': {'spec': JOB}}],
 }
 SERVICE = {'clusterIP': str, 'publishNotReadyAddresses': bool, 'selector': NAMES}

@@ -157,10 +157,7 @@ def test_what_happens_after_an_attempt(ended, settings, exit_code, processes, wo
 def test_the_first_failure_is_explained_by_its_last_lines():
     lines = ('step 1', 'Traceback (most recent call last):', '  File "x"', 'KeyError: 1')
     text = describe_failure(
-        (
-            ProcessEnd(2, 1, lines=lines),
-            *ends((0, 75), (3, -KILL, KILL), (1, 75)),
-        )
+        (ProcessEnd(2, 1, lines=lines), *ends((0, 75), (3, -KILL, KILL), (1, 75)))
     ).splitlines()
     assert text[0] == 'error: process 2 failed first, with exit code 1'
     assert text[1:4] == [f'  {line}' for line in lines[1:]]

@@ -155,10 +155,7 @@ def test_inside_a_shard_map_over_another_axis():
 
 @pytest.mark.parametrize(
     'settings',
-    [
-        CHUNKS,
-        OutputSettings(logits_dtype='bfloat16', gradient_dtype='float32'),
-    ],
+    [CHUNKS, OutputSettings(logits_dtype='bfloat16', gradient_dtype='float32')],
     ids=['float32', 'bfloat16'],
 )
 def test_bfloat16(settings):

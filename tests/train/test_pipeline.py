@@ -81,10 +81,7 @@ def expected():
 
 @pytest.mark.parametrize(
     'sizes, settings',
-    [
-        ((4, 1, 1), {'num_microbatches': 8}),
-        ((2, 2, 2), {'num_microbatches': 4, 'repeats': 2}),
-    ],
+    [((4, 1, 1), {'num_microbatches': 8}), ((2, 2, 2), {'num_microbatches': 4, 'repeats': 2})],
     ids=str,
 )
 def test_pipelines_have_the_loss_and_gradients_of_one_device(expected, sizes, settings):

@@ -14,11 +14,7 @@ from small import Traced, partitioner, records
 from partitioning import Plan
 from partitioning.state import path_str
 from train import Optimizer
-from train.checkpoints import (
-    Checkpoints,
-    DamagedCheckpoint,
-    complete_steps,
-)
+from train.checkpoints import Checkpoints, DamagedCheckpoint, complete_steps
 from train.errors import ConfigError
 
 

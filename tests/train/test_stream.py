@@ -7,11 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from listed_sources import Counted, files_in, listed, quiet, refusal
 
-from train.data import (
-    ByteTokenizer,
-    Records,
-    open_index,
-)
+from train.data import ByteTokenizer, Records, open_index
 from train.data.text import token_index
 
 pytestmark = pytest.mark.core

@@ -15,12 +15,7 @@ from train.errors import ConfigError
 from train.models.t5 import T5, T5Config
 from train.optimizers import as_transformation
 from train.optimizers.factored import FactorDim
-from train.t5x.adafactor import (
-    HEURISTIC_RULE,
-    Adafactor,
-    HParamMap,
-    standard_logical_factor_rules,
-)
+from train.t5x.adafactor import HEURISTIC_RULE, Adafactor, HParamMap, standard_logical_factor_rules
 
 pytestmark = pytest.mark.core
 

@@ -65,11 +65,7 @@ def named_leaves(state):
 
 @pytest.mark.parametrize(
     'name, mesh',
-    [
-        ('t5_1_1-orbax-10', (4, 2)),
-        ('t5_1_1-orbax-10', (2, 4)),
-        ('decoder_only-legacy-10', (2, 4)),
-    ],
+    [('t5_1_1-orbax-10', (4, 2)), ('t5_1_1-orbax-10', (2, 4)), ('decoder_only-legacy-10', (2, 4))],
 )
 def test_a_state_is_restored_onto_a_mesh(name, mesh):
     plan = make_plan(name.split('-')[0], *mesh)

@@ -10,13 +10,7 @@ import t5x_reference
 from small import partitioner
 
 from partitioning import MoePjitPartitioner, standard_logical_axis_rules, unbox
-from train.decoding import (
-    beam_search,
-    predict,
-    sample,
-    start_decoder_only,
-    start_encoder_decoder,
-)
+from train.decoding import beam_search, predict, sample, start_decoder_only, start_encoder_decoder
 from train.errors import ConfigError
 from train.models.experts import ExpertsConfig
 from train.models.t5 import T5, T5Config

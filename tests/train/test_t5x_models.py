@@ -75,8 +75,7 @@ class Given(nn.Module):
 
 
 @pytest.mark.parametrize(
-    'name, kind',
-    [('t5_1_1', 'padded'), ('t5_1_1', 'packed'), ('decoder_only', 'packed')],
+    'name, kind', [('t5_1_1', 'padded'), ('t5_1_1', 'packed'), ('decoder_only', 'packed')]
 )
 def test_losses_and_scores_equal_those_of_t5x(name, kind):
     arrays, data = t5x_reference.arrays(name), batch(name, kind)

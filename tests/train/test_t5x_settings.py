@@ -74,9 +74,7 @@ REFUSED = {
         ("split='train[9:1]'", "'train[9:1]' is empty"),
         ("mixture_or_task_name='other'", 'there is no task'),
     ],
-    'infer_eval/utils.DatasetConfig': [
-        ("mixture_or_task_name='other'", 'there is no task'),
-    ],
+    'infer_eval/utils.DatasetConfig': [("mixture_or_task_name='other'", 'there is no task')],
     'utils.SaveCheckpointConfig': [
         ("dtype='float16'", "write utils.SaveCheckpointConfig.dtype = 'float32'"),
         ('checkpointer_cls=@trainer.Trainer', 'write @checkpoints.Checkpointer'),
@@ -218,9 +216,7 @@ def test_packed_training_rows_require_pack(texts):
     settings = {'mixture_or_task_name': packs, 'task_feature_lengths': {'targets': 8}}
     settings |= {'batch_size': 8, 'shuffle': True, 'split': 'train'}
     reader = Reader(
-        architecture='decoder_only',
-        vocabulary=ByteTokenizer(),
-        inputs_vocabulary=ByteTokenizer(),
+        architecture='decoder_only', vocabulary=ByteTokenizer(), inputs_vocabulary=ByteTokenizer()
     )
     assert DatasetConfig(pack=True, **settings).training_task(reader) == packs
     assert DatasetConfig(pack=False, **settings).evaluated_task(reader).task == packs

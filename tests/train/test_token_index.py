@@ -11,14 +11,7 @@ import pytest
 import zstandard
 from listed_sources import Counted, listed, quiet
 
-from train.data import (
-    ByteTokenizer,
-    JsonLines,
-    ParquetFiles,
-    Records,
-    TextFiles,
-    open_index,
-)
+from train.data import ByteTokenizer, JsonLines, ParquetFiles, Records, TextFiles, open_index
 from train.data.text import token_index
 
 pytestmark = pytest.mark.core

@@ -245,8 +245,7 @@ def test_the_separator_is_the_given_token_or_the_first_common_one(made):
 
 
 @pytest.mark.parametrize(
-    ('name', 'token', 'expected'),
-    [('no-separator', None, '<eos>'), ('bpe', '</s>', '</s>')],
+    ('name', 'token', 'expected'), [('no-separator', None, '<eos>'), ('bpe', '</s>', '</s>')]
 )
 def test_a_missing_separator(made, name, token, expected):
     with pytest.raises(ConfigError, match='separator_token') as caught:
