@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from meshwright import Forecast
 from meshwright.time import constants_of
 from partitioning.amounts import bytes_str
 from train.config import TrainConfig
@@ -88,18 +87,16 @@ def search_run(
     say(f'{len(space.candidates)} candidates on {machine}, {sum(space.dropped.values())} dropped')
 
     memory = _Memory(folder / REMEMBERED, machine, write)
+    compiler = compile_candidate or functools.partial(compile_changed, config, machine=machine)
 
     def predict(candidate: Candidate) -> Prediction:
         return predict_step(plan_step(change_run(config, candidate, machine)))
-
-    def compile_here(candidate: Candidate) -> Outcome:
-        return compile_changed(config, candidate, machine)
 
     result = search(
         space,
         # Formulas know no compiler options.
         lambda one: Prediction(**memory.recall('predicted', one.program, predict)),
-        lambda one: Outcome(**memory.recall('compiled', one, compile_candidate or compile_here)),
+        lambda one: Outcome(**memory.recall('compiled', one, compiler)),
         limit=machine.chip.hbm_bytes_per_device,
         best=best,
         say=say,
@@ -111,13 +108,9 @@ def search_run(
 def compile_changed(config: TrainConfig, candidate: Candidate, machine: Machine) -> Outcome:
     """Compiles a run with the settings of a candidate, in this process."""
     try:
-        return outcome_of(forecast_run(change_run(config, candidate, machine), machine))
+        forecast = forecast_run(change_run(config, candidate, machine), machine)
     except ValueError as error:
         return Outcome(fits=False, error=first_line(error))
-
-
-def outcome_of(forecast: Forecast) -> Outcome:
-    """What a search keeps of a forecast."""
     fits, peak, time = forecast.fits is not False, forecast.memory.peak, forecast.time
     if time is None:
         return Outcome(fits=fits, peak=peak)
