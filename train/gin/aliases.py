@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from train.gin.parsing import Statement
-
-
-def _names_in(module: str, names: Iterable[str]) -> list[str]:
-    """The last parts of the names that belong to a module."""
-    parts = [name.rpartition('.') for name in names]
-    return [last for home, _, last in parts if home == module]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,18 +38,6 @@ class Aliases:
     def provides(self, module: str) -> bool:
         """Whether names of a module of the system have an equivalent here."""
         return any(f'{name}.'.startswith(f'{module}.') for name in self.names)
-
-    def siblings(self, name: str, listed: Iterable[str]) -> tuple[str, list[str]]:
-        """Returns the module of a name that does not exist, and the names that the module has.
-
-        Args:
-          name: the name of a function or class of the system.
-          listed: our full names.
-        """
-        home, ours = (full.rpartition('.')[0] for full in (name, self.translate(name)))
-        if names := _names_in(home, self.names):
-            return home, names
-        return ours, _names_in(ours, listed)
 
     def translate(self, name: str) -> str:
         """Returns our full name of a name of the system, such as `t5x.utils.DatasetConfig`.

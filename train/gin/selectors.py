@@ -8,7 +8,7 @@ are translated to ours before the comparison.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gin import config as gin_internals, config_parser
@@ -154,25 +154,26 @@ class Resolver:
             raise ConfigError(
                 f'{statement.place}: {selector!r} differs here: write {_RENAMED[name]}'
             )
-        if name in configurables.listed_names():
-            found = configurables.register(name)
-        elif is_within(name, self.allow):
+        if name not in configurables.listed_names():
+            if not is_within(name, self.allow):
+                raise self._unknown(written, selector, statement)
             try:
                 allowed = configurables.find_allowed(name, self.allow)
             except LookupError as error:
                 raise ConfigError(f'{statement.place}: {name!r} {error}') from error
             if origin := configurables.foreign_origin(allowed, self.allow):
                 raise refusal(statement, f'{name!r}, which belongs to {origin!r},', origin)
-            found = configurables.register(name)
-        else:
-            raise self._unknown(written, selector, statement)
-        self._named[written] = found
-        return found
+        self._named[written] = configurables.register(name)
+        return self._named[written]
 
     def _unknown(self, written: str, selector: str, statement: Statement) -> ConfigError:
         """The error for a name that is not on the list."""
         name = self.aliases.translate(written)
-        home, names = self.aliases.siblings(written, configurables.listed_names())
+        home = written.rpartition('.')[0]
+        names = _names_in(home, self.aliases.names)
+        if not names:
+            home = name.rpartition('.')[0]
+            names = _names_in(home, configurables.listed_names())
         if hint := nearest(name.rpartition('.')[2], names):
             return ConfigError(f'{statement.place}: {selector!r} does not exist in {home}.{hint}')
         if self.aliases.covers(written) and not is_within(written, self.allow):
@@ -181,6 +182,12 @@ class Resolver:
                 f'{statement.place}: {selector!r} is {written}, which has no equivalent here{has}'
             )
         return refusal(statement, repr(selector), name)
+
+
+def _names_in(module: str, names: Iterable[str]) -> list[str]:
+    """The last parts of the names that belong to a module."""
+    parts = [name.rpartition('.') for name in names]
+    return [last for home, _, last in parts if home == module]
 
 
 def is_import(statement: Statement) -> bool:
