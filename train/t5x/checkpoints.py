@@ -21,6 +21,7 @@ from train.checkpoints import complete_steps
 from train.checkpoints.arrays.stored import StoredArray, repeat_first
 from train.checkpoints.config import WhenBusy
 from train.checkpoints.formats.t5x_files import read_arrays
+from train.checkpoints.formats.t5x_names import STEP
 from train.checkpoints.reading import CheckpointReader
 from train.checkpoints.steps.finding import saved_steps, t5x_format, t5x_steps, usable_t5x_steps
 from train.errors import ConfigError, check_counts, first_line
@@ -115,7 +116,7 @@ class T5XCheckpoints(checkpoints.Checkpoints):
         """The step that a run starts with: 0 if the settings do not restore the step."""
         if self._t5x is None or not self._t5x.renames:
             return step
-        return 0 if self._t5x.drops(state_names.STEP) else step
+        return 0 if self._t5x.drops(STEP) else step
 
     def tree(self, state: Any) -> Any:
         """The arrays of a state in the nested dict that T5X would save."""
@@ -226,9 +227,9 @@ def _find(
     if restore.named:
         if name := re.fullmatch(r'checkpoint_(\d+)', path.name):
             return path.parent, int(name[1])
-        step = read_arrays(path).get(state_names.STEP)
+        step = read_arrays(path).get(STEP)
         if step is None:
-            raise ConfigError(f'{restore.setting} {path} has no array {state_names.STEP}')
+            raise ConfigError(f'{restore.setting} {path} has no array {STEP}')
         return path.parent, int(step.read().reshape(()))
     if re.fullmatch(r'checkpoint_\d+', path.name):
         found = ', '.join(map(str, t5x_steps(path.parent))) or 'none'

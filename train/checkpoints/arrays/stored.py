@@ -153,11 +153,7 @@ def in_store(
 
 def as_bfloat16(array: StoredArray) -> StoredArray:
     """An array of uint16 with the bits of bfloat16 values."""
-    return dataclasses.replace(
-        array,
-        dtype=np.dtype(jnp.bfloat16),
-        start=lambda i: _Mapped(array.start(i), lambda x: x.view(jnp.bfloat16)),
-    )
+    return _map(array, np.dtype(jnp.bfloat16), lambda x: x.view(jnp.bfloat16))
 
 
 def with_dtype(array: StoredArray, dtype: np.dtype, name: str) -> StoredArray:
@@ -182,10 +178,15 @@ def with_dtype(array: StoredArray, dtype: np.dtype, name: str) -> StoredArray:
             )
         return converted
 
-    def start(index: Any) -> Any:
-        return _Mapped(array.start(index), convert)
+    return _map(array, dtype, convert)
 
-    return dataclasses.replace(array, dtype=np.dtype(dtype), start=start)
+
+def _map(
+    array: StoredArray, dtype: np.dtype, function: Callable[[np.ndarray], np.ndarray]
+) -> StoredArray:
+    """An array whose values a function changes when they are read."""
+    start = array.start
+    return dataclasses.replace(array, dtype=dtype, start=lambda i: _Mapped(start(i), function))
 
 
 def repeat_first(array: StoredArray, count: int) -> StoredArray:

@@ -14,7 +14,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -27,7 +27,6 @@ from train.errors import ConfigError
 from train.paths import as_path
 
 MODEL, INDEX = 'model.safetensors', 'model.safetensors.index.json'
-_SIZES = (1, 2, 4, 8)
 DTYPES: dict[str, np.dtype] = {
     'F64': np.dtype(np.float64),
     'F32': np.dtype(np.float32),
@@ -255,21 +254,16 @@ def _list(folder: epath.Path, ending: str) -> list[epath.Path]:
 
 
 @functools.cache
-def _readers() -> ThreadPoolExecutor:
+def readers() -> ThreadPoolExecutor:
     """The threads that read files. They wait for the disk most of the time."""
     return ThreadPoolExecutor(8, 'safetensors')
-
-
-def in_thread(function: Callable[..., np.ndarray], *arguments: Any) -> Future[np.ndarray]:
-    """Starts to call a function that reads files in another thread, and returns a future."""
-    return _readers().submit(function, *arguments)
 
 
 def as_stored(place: Place) -> StoredArray:
     """The array at a place, to be read when it is needed."""
 
     def start(index: Any) -> Any:
-        return in_thread(read_slice, place, bounds_of(index, place.shape))
+        return readers().submit(read_slice, place, bounds_of(index, place.shape))
 
     return StoredArray(shape=place.shape, dtype=place.dtype, start=start)
 

@@ -26,6 +26,7 @@ from train.errors import ConfigError
 from train.paths import as_path, is_remote
 
 MAX_FILE_BYTES = 2**30
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write_safetensors(
@@ -115,8 +116,12 @@ class SafetensorsWriter:
         end = 0
         for name in names:
             dtype, shape = self._structs[name]
+            if dtype not in _NAMES:
+                raise ConfigError(
+                    f'{name} has the dtype {dtype}, which safetensors files cannot have'
+                )
             first, end = end, end + math.prod(shape) * dtype.itemsize
-            known = {'dtype': _dtype_name(name, dtype), 'shape': shape}
+            known = {'dtype': _NAMES[dtype], 'shape': shape}
             header[name] = {**known, 'data_offsets': [first, end]}
             self._places[name] = Place(file, dtype, shape, first)
         text = json.dumps(header, separators=(',', ':')).encode()
@@ -206,10 +211,3 @@ def _divide(
         groups[-1].append(name)
         size += num_bytes
     return [sorted(group, key=lambda name: -structs[name][0].itemsize) for group in groups or [[]]]
-
-
-def _dtype_name(name: str, dtype: np.dtype) -> str:
-    found = next((text for text, known in DTYPES.items() if known == dtype), None)
-    if found is None:
-        raise ConfigError(f'{name} has the dtype {dtype}, which safetensors files cannot have')
-    return found

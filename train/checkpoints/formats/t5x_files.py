@@ -7,12 +7,12 @@ Very old checkpoints are one msgpack file with all arrays in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from etils import epath
-from flax import serialization
+from flax import serialization, traverse_util
 
 from train.checkpoints.arrays.stored import (
     StoredArray,
@@ -76,31 +76,22 @@ def _read_legacy(path: epath.Path) -> Arrays:
         )
     tree = {k: v for k, v in content.get('optimizer', content).items() if k != 'version'}
     arrays, specs = Arrays(), dict[str, dict[str, Any]]()
-    for keys, leaf in _leaves(tree, ()):
+    for keys, leaf in traverse_util.flatten_dict(tree, is_leaf=_is_spec).items():
+        name = '/'.join(map(str, keys))
         if isinstance(leaf, Mapping):
-            specs['/'.join(keys)] = _spec_in(file.parent, leaf)
+            # The file names the folder of the array as it was when it was written, on a file system
+            # or in a bucket. The array is always a folder of the checkpoint. Its chunks and its
+            # compression are in the file next to them.
+            kvstore = str(leaf['kvstore'].get('path', leaf.get('path', '')))
+            place = kvstore_of(file.parent / kvstore.rstrip('/').rpartition('/')[2])
+            specs[name] = {'driver': leaf['driver'], 'kvstore': place}
         elif leaf is not None:
-            arrays['/'.join(keys)] = in_memory(np.asarray(leaf))
+            arrays[name] = in_memory(np.asarray(leaf))
     arrays |= open_stores(specs)
     # Version 2 has no dtype for bfloat16. T5X's states have no other arrays of uint16.
     return {k: as_bfloat16(x) if x.dtype == np.uint16 else x for k, x in arrays.items()}
 
 
-def _leaves(tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The arrays and the specifications of arrays in a tree, with their keys."""
-    if isinstance(tree, Mapping) and not {'driver', 'kvstore'} <= tree.keys():
-        for key, value in tree.items():
-            yield from _leaves(value, (*keys, str(key)))
-    else:
-        yield keys, tree
-
-
-def _spec_in(folder: epath.Path, leaf: Mapping[str, Any]) -> dict[str, Any]:
-    """The specification of an array, in the folder where its checkpoint is now.
-
-    The file names the folder of the array as it was when it was written, on a file system or in a
-    bucket. The array is always a folder of the checkpoint. Its chunks and its compression are in
-    the file next to them.
-    """
-    name = str(leaf['kvstore'].get('path', leaf.get('path', ''))).rstrip('/').rpartition('/')[2]
-    return {'driver': leaf['driver'], 'kvstore': kvstore_of(folder / name)}
+def _is_spec(path: Any, tree: Mapping[str, Any]) -> bool:
+    """Whether a map in a tree is the specification of an array."""
+    return {'driver', 'kvstore'} <= tree.keys()

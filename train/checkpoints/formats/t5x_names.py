@@ -1,7 +1,7 @@
-"""Translates the names of arrays between T5X and this package, from the names alone.
+"""Translates the names of arrays between T5X and this package.
 
-`train.t5x.state_names` knows the state of a run, and names its arrays exactly. A checkpoint that is
-converted has only names, so Adafactor is recognized by its four statistics of each parameter.
+A checkpoint that is converted has only names, so Adafactor is recognized by its four statistics of
+each parameter. `train.t5x.state_names` knows the state of a run, so it knows where Adafactor is.
 """
 
 from __future__ import annotations
@@ -29,22 +29,19 @@ def sources_in_t5x(names: Collection[str]) -> dict[str, str]:
     parameters = [name.removeprefix('target/') for name in names if name.startswith('target/')]
     statistics = [f'state/param_states/{path}/{s}' for path in parameters for s in STATISTICS]
     is_adafactor = bool(statistics) and set(statistics) <= set(names)
-    sources = {}
+    sources = {'opt_state/step': STEP} if is_adafactor and STEP in names else {}
     for name in names:
         of_optimizer = name.removeprefix('state/param_states/')
+        path, _, statistic = of_optimizer.rpartition('/')
         if name == STEP:
-            sources['step'] = name
+            ours = 'step'
         elif name.startswith('target/'):
-            sources[f'params/{name.removeprefix("target/")}'] = name
+            ours = f'params/{name.removeprefix("target/")}'
         elif of_optimizer == name:
-            sources[name] = name
-        elif is_adafactor:
-            path, _, statistic = of_optimizer.rpartition('/')
-            sources[f'opt_state/{statistic}/{path}'] = name
+            ours = name
         else:
-            sources[f'opt_state/{of_optimizer}'] = name
-    if is_adafactor and STEP in names:
-        sources['opt_state/step'] = STEP
+            ours = f'opt_state/{statistic}/{path}' if is_adafactor else f'opt_state/{of_optimizer}'
+        sources[ours] = name
     return sources
 
 
@@ -54,28 +51,36 @@ def sources_for_t5x(names: Collection[str]) -> dict[str, str]:
     Args:
       names: the names in the checkpoint of this package.
     """
-    sources, counts = dict[str, str](), set[str]()
+    known, adafactors = set(names), set[str]()
     for name in names:
-        if match := _match_statistic(name, names):
-            before, statistic, path = match.groups()
-            sources[f'state/param_states/{path}/{statistic}'] = name
-            counts.add(f'{before}/step')
-    for name in names:
-        if name == 'step':
-            sources[STEP] = name
-        elif name.startswith('params/'):
-            sources[f'target/{name.removeprefix("params/")}'] = name
-        elif not name.startswith('opt_state/'):
-            sources[name] = name
-        elif name not in counts and not _match_statistic(name, names):
-            sources[f'state/param_states/{name.removeprefix("opt_state/")}'] = name
-    return sources
+        match = re.fullmatch(r'(opt_state(?:/.+?)??)/(?:m|v|v_col|v_row)/(.+)', name)
+        if match and {f'{match[1]}/step', f'params/{match[2]}'} <= known:
+            adafactors.add(match[1])
+    counts = {f'{start}/step' for start in adafactors}
+    return {name_in_t5x(name, adafactors): name for name in names if name not in counts}
 
 
-def _match_statistic(name: str, names: Collection[str]) -> re.Match[str] | None:
-    """The parts of the name of an array of T5X's Adafactor, or None."""
-    match = re.fullmatch(r'(opt_state(?:/.+?)??)/(m|v|v_col|v_row)/(.+)', name)
-    if match is None:
-        return None
-    before, _, path = match.groups()
-    return match if {f'{before}/step', f'params/{path}'} <= set(names) else None
+def name_in_t5x(name: str, adafactors: Collection[str]) -> str:
+    """T5X's name of an array.
+
+    The parameter params/encoder/norm/scale is target/encoder/norm/scale. Its second moment in T5X's
+    Adafactor is state/param_states/encoder/norm/scale/v. T5X has one number of steps, so the count
+    of that Adafactor is state/step as well. The state of any other optax transformation has the
+    path that T5X gives it, state/param_states/<path in the state of the transformation>.
+
+    Args:
+      name: its name here.
+      adafactors: where the states of T5X's Adafactor are, such as 'opt_state/0'.
+    """
+    field, _, rest = name.partition('/')
+    if field == 'step':
+        return STEP
+    if field == 'params':
+        return f'target/{rest}'
+    if field != 'opt_state':
+        return name
+    for start in adafactors:
+        if name.startswith(f'{start}/'):
+            statistic, _, parameter = name.removeprefix(f'{start}/').partition('/')
+            return f'state/param_states/{parameter}/{statistic}' if parameter else STEP
+    return f'state/param_states/{rest}'

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from train.checkpoints.arrays.stored import Bounds, HasShape, StoredArray, bounds_of
-from train.checkpoints.formats.safetensors_files import Place, as_stored, in_thread, read_slice
+from train.checkpoints.formats.safetensors_files import Place, as_stored, read_slice, readers
 from train.checkpoints.huggingface.notation import (
     Sizes,
     bounds_to_read,
@@ -163,7 +163,7 @@ def _open(
         return out
 
     def start(index: Any) -> Any:
-        return in_thread(read, bounds_of(index, shape))
+        return readers().submit(read, bounds_of(index, shape))
 
     chunk = chunk_of(row.our_dimensions, row.their_dimensions, sizes)
     chunk = (1, *chunk) if pair.stacked else chunk
