@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Generic, Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -41,18 +41,6 @@ class Difference(NamedTuple):
     is_allowed: bool
 
 
-class Matched(NamedTuple, Generic[Array]):
-    """The result of `match_arrays`.
-
-    Attributes:
-      arrays: the stored array of each array to restore, by the name of the latter.
-      differences: what differs, in the order of the names.
-    """
-
-    arrays: dict[str, Array]
-    differences: list[Difference]
-
-
 def match_arrays(
     stored: Mapping[str, Array],
     wanted: Wanted,
@@ -62,7 +50,7 @@ def match_arrays(
     parts: tuple[str, ...] = ('',),
     casts: bool = False,
     adapt: Callable[[Array, jax.ShapeDtypeStruct, str], Array] = lambda array, wanted, name: array,
-) -> Matched[Array]:
+) -> tuple[dict[str, Array], list[Difference]]:
     """Finds the stored array for each array of a state.
 
     Args:
@@ -73,6 +61,10 @@ def match_arrays(
       parts: the beginnings of the names of the arrays to restore. Only these are compared.
       casts: whether floating-point dtypes may differ.
       adapt: changes the stored array for the wanted array of a name.
+
+    Returns:
+      The stored array of each array to restore, by the name of the latter, and what differs, in the
+      order of the names.
 
     Raises:
       ConfigError: if a rename does not match any array, or names one that does not exist.
@@ -107,7 +99,7 @@ def match_arrays(
         if name.startswith(parts):
             text = f'{_show(stored[name])} in the checkpoint'
             differences.append(Difference(name, 'extra', text, 'absent', not restore.strict))
-    return Matched(found, sorted(differences))
+    return found, sorted(differences)
 
 
 def find_sources(

@@ -16,7 +16,13 @@ from train.checkpoints.arrays.placing import UnreadableArrayError, read_all
 from train.checkpoints.arrays.stored import StoredArray, is_floating
 from train.checkpoints.config import RestoreConfig
 from train.checkpoints.formats.opening import find_place, open_checkpoint
-from train.checkpoints.matching import Initialize, Matched, Wanted, find_problem, match_arrays
+from train.checkpoints.matching import (
+    Difference,
+    Initialize,
+    Wanted,
+    find_problem,
+    match_arrays,
+)
 from train.checkpoints.orbax.files import read_orbax
 from train.checkpoints.preflight import Preflight, count_bytes
 from train.checkpoints.steps import manifest
@@ -113,16 +119,14 @@ class CheckpointReader(abc.ABC):
         by_name = self._by_name(state)
         with raise_on_all_processes():
             self._check_description(step)
-            matched = self._match(step, by_name, parts, can_initialize=True)
+            found, differences = self._match(step, by_name, parts, can_initialize=True)
             return Preflight(
                 path=str(self.path(step)),
-                num_arrays=len(matched.arrays),
-                num_bytes=sum(array.nbytes for array in matched.arrays.values()),
-                process_bytes=count_bytes(matched.arrays, by_name),
-                differences=tuple(matched.differences),
-                problem=find_problem(
-                    matched.differences, self._settings, where=str(self.path(step))
-                ),
+                num_arrays=len(found),
+                num_bytes=sum(array.nbytes for array in found.values()),
+                process_bytes=count_bytes(found, by_name),
+                differences=tuple(differences),
+                problem=find_problem(differences, self._settings, where=str(self.path(step))),
                 is_verified=(self.path(step) / manifest.FILE).exists(),
             )
 
@@ -200,12 +204,13 @@ class CheckpointReader(abc.ABC):
         with raise_on_all_processes():
             self._check_description(step)
             by_name = self._by_name(abstract_state)
-            matched = self._match(step, by_name, parts, can_initialize=initialize is not None)
+            can_initialize = initialize is not None
+            stored, differences = self._match(step, by_name, parts, can_initialize=can_initialize)
             where = str(self.path(step))
-            if problem := find_problem(matched.differences, self._settings, where=where):
+            if problem := find_problem(differences, self._settings, where=where):
                 raise ConfigError(problem)
         names = zip(wanted, self.names(abstract_state), strict=True)
-        found = {path: matched.arrays[name] for path, name in names if name in matched.arrays}
+        found = {path: stored[name] for path, name in names if name in stored}
         with raise_on_all_processes():
             try:
                 arrays = read_all(found, wanted)
@@ -218,7 +223,7 @@ class CheckpointReader(abc.ABC):
 
     def _match(
         self, step: int, by_name: Wanted, parts: tuple[str, ...], *, can_initialize: bool
-    ) -> Matched[StoredArray]:
+    ) -> tuple[dict[str, StoredArray], list[Difference]]:
         """Finds the stored array for each array of a state, by its name in the checkpoint."""
         restore = self._settings
         if not can_initialize:

@@ -12,7 +12,7 @@ from train.checkpoints.config import RestoreConfig
 from train.checkpoints.formats.safetensors_files import has_safetensors, open_safetensors
 from train.checkpoints.huggingface import config_json
 from train.checkpoints.huggingface.folders import open_parameters
-from train.checkpoints.matching import Matched, Wanted
+from train.checkpoints.matching import Difference, Wanted
 from train.checkpoints.reading import CheckpointReader
 
 # The arrays of a state that are not taken, if a folder has them.
@@ -70,7 +70,7 @@ class Weights(CheckpointReader):
 
     def _match(
         self, step: int, by_name: Wanted, parts: tuple[str, ...], *, can_initialize: bool
-    ) -> Matched[StoredArray]:
+    ) -> tuple[dict[str, StoredArray], list[Difference]]:
         """Finds the stored array of each parameter. The optimizer state is always new."""
         variables = {n: array for n, array in by_name.items() if n.startswith(self.variables)}
         return super()._match(step, variables, ('',), can_initialize=can_initialize)

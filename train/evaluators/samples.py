@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from partitioning import TrainState
-from train.data.text.tokenizers import Tokenizer
 from train.decoding.sampling import check_sampling
 from train.errors import ConfigError, check_counts
 from train.evaluators.evaluator import EvaluatedRun, partition_scoring
@@ -66,33 +65,25 @@ class Samples:
                 f'the evaluator {name!r} samples text, which needs the objective NextToken and a '
                 f'task on text, but the objective is {type(objective).__name__}: remove it'
             )
-        return PreparedSamples(
-            self.every, run, self, encode_prompts(self.prompts, self.length, tokenizer)
-        )
-
-
-def encode_prompts(prompts: Sequence[str], length: int, tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Returns the tokens of each prompt, int32 [tokens]. An empty prompt becomes the separator.
-
-    Raises:
-      ConfigError: if a prompt leaves no room for a continuation.
-    """
-    encoded = []
-    for prompt in prompts:
-        [tokens] = tokenizer.encode(['the prompt'], [prompt.encode()])
-        tokens = tokens if len(tokens) else np.array([tokenizer.separator])
-        if len(tokens) >= length:
-            raise ConfigError(
-                f'the length of samples is {length}, but the prompt {prompt[:20]!r} already has '
-                f'{len(tokens)} tokens: use {len(tokens) + 1} or more'
-            )
-        encoded.append(tokens.astype(np.int32))
-    return encoded
+        encoded = list[np.ndarray]()
+        for prompt in self.prompts:
+            [tokens] = tokenizer.encode(['the prompt'], [prompt.encode()])
+            tokens = tokens if len(tokens) else np.array([tokenizer.separator])
+            if len(tokens) >= self.length:
+                raise ConfigError(
+                    f'the length of samples is {self.length}, but the prompt {prompt[:20]!r} '
+                    f'already has {len(tokens)} tokens: use {len(tokens) + 1} or more'
+                )
+            encoded.append(tokens.astype(np.int32))
+        return PreparedSamples(self.every, run, self, encoded)
 
 
 @dataclasses.dataclass(frozen=True)
 class PreparedSamples:
-    """Encoded prompts; see `Samples`."""
+    """The tokens of each prompt, int32 [tokens]; see `Samples`.
+
+    An empty prompt becomes the separator.
+    """
 
     every: int
     owner: EvaluatedRun
@@ -108,9 +99,11 @@ class PreparedSamples:
         return {}
 
     def _continue(self, state: TrainState) -> list[str]:
-        tokenizer, prompts = self.owner.data.tokenizer, self._filled_prompts
+        tokenizer, partitioner = self.owner.data.tokenizer, self.owner.config.partitioner
         assert tokenizer is not None
-        partitioner = self.owner.config.partitioner
+        # Repeats of the first prompt fill up the data shards.
+        missing = -len(self.prompts) % partitioner.data_mesh_size
+        prompts = [*self.prompts, *self.prompts[:1] * missing]
         sharding = NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
         lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
         width = max(lengths_B)
@@ -126,12 +119,6 @@ class PreparedSamples:
             tokenizer.decode(row[len(prompt) : self.settings.length]).decode(errors='replace')
             for row, prompt in zip(rows, self.prompts, strict=False)
         ]
-
-    @property
-    def _filled_prompts(self) -> list[np.ndarray]:
-        """The prompts, and repeats of the first one up to a multiple of the data shards."""
-        missing = -len(self.prompts) % self.owner.config.partitioner.data_mesh_size
-        return [*self.prompts, *self.prompts[:1] * missing]
 
     @functools.cached_property
     def _sampler(self) -> Any:

@@ -32,23 +32,18 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def write_safetensors(
     folder: Any,
     arrays: Mapping[str, StoredArray],
-    *,
-    max_file_bytes: int = MAX_FILE_BYTES,
-    metadata: Mapping[str, str] | None = None,
     report: Callable[[int], None] = lambda size: None,
+    **options: Any,
 ) -> None:
-    """Writes arrays into a folder, one after another; see `SafetensorsWriter`.
+    """Writes arrays into a folder, one after another.
 
     Args:
       folder: the folder, which may not exist yet.
       arrays: the arrays by name. Each is read when it is its turn.
-      max_file_bytes: the size from which another file is begun.
-      metadata: texts for the headers, such as {'format': 'pt'}.
       report: receives the size of each array that has been written, in bytes.
+      **options: options of `SafetensorsWriter`.
     """
-    with SafetensorsWriter(
-        folder, arrays, max_file_bytes=max_file_bytes, metadata=metadata
-    ) as writer:
+    with SafetensorsWriter(folder, arrays, **options) as writer:
         for name, array in arrays.items():
             writer.write(name, array.read())
             report(array.nbytes)

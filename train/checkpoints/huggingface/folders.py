@@ -104,15 +104,14 @@ def open_parameters(
 
 def _list_parameters(model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes of the parameters of a model, by their names in a checkpoint."""
-    if not isinstance(model, T5Config):
-        table = traverse_util.flatten_dict(list_parameters(model), sep='/')
-        shapes = {name: parameter.shape for name, parameter in table.items()}
-    else:
+    if isinstance(model, T5Config):
         tokens = jnp.zeros((1, 1), jnp.int32)
         variables = jax.eval_shape(T5(model).init, jax.random.key(0), tokens, tokens, tokens)
-        table = traverse_util.flatten_dict(unbox(variables['params']), sep='/')
-        shapes = {name: array.shape for name, array in table.items()}
-    return {PARAMS + n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
+        tree: Any = unbox(variables['params'])
+    else:
+        tree = list_parameters(model)
+    found = traverse_util.flatten_dict(tree, sep='/')
+    return {PARAMS + n: jax.ShapeDtypeStruct(x.shape, jnp.float32) for n, x in found.items()}
 
 
 def load_huggingface_tokenizer(path: str, *, separator_token: str | None = None) -> Tokenizer:

@@ -46,11 +46,18 @@ class Pair:
     theirs: tuple[str, ...]
     stacked: bool
 
-    def sizes(self, shape: tuple[int, ...]) -> Sizes | None:
-        """The size of each dimension of one layer, or None if our array has another rank."""
-        shape = shape[1:] if self.stacked else shape
-        letters = letters_of(self.row.our_dimensions)
-        return dict(zip(letters, shape, strict=True)) if len(letters) == len(shape) else None
+    def sizes(self, shape: tuple[int, ...]) -> Sizes:
+        """The size of each dimension of one layer.
+
+        Raises:
+          ConfigError: if our array has another rank.
+        """
+        letters, dimensions = letters_of(self.row.our_dimensions), shape[self.stacked :]
+        if len(letters) != len(dimensions):
+            raise ConfigError(
+                f'{self.ours} is {shape}, unlike {self.row.our_dimensions} of a layer'
+            )
+        return dict(zip(letters, dimensions, strict=True))
 
 
 def find_pairs(table: Table, ours: Mapping[str, HasShape]) -> dict[str, Pair]:
@@ -140,8 +147,6 @@ def _open(
 ) -> StoredArray:
     """Opens one of our arrays from its source, or from the sources of its layers."""
     row, sizes = pair.row, pair.sizes(shape)
-    if sizes is None:
-        raise ConfigError(f'{pair.ours} is {shape}, unlike {row.our_dimensions} of a layer')
     needed = shape_of(row.their_dimensions, sizes)
     for name, place in sources.items():
         if not _fits(row, place.shape, needed):
@@ -229,8 +234,6 @@ def find_targets(
     for name, pair in pairs.items():
         shape, dtype = tuple(ours[name].shape), np.dtype(ours[name].dtype)
         sizes = pair.sizes(shape)
-        if sizes is None:
-            raise ConfigError(f'{name} is {shape}, unlike {pair.row.our_dimensions} of a layer')
         if 'V' in sizes and vocab_size is not None:
             sizes = {**sizes, 'V': vocab_size}
         shape = shape_of(pair.row.their_dimensions, sizes)

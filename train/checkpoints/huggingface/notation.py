@@ -93,28 +93,27 @@ class Region:
     index: tuple[slice, ...]
 
 
-def find_region(group: Group, sizes: Sizes, wanted: Mapping[str, tuple[int, int]]) -> Region:
-    """Finds the slice of a joined dimension to read: the first part is cut, the others are whole.
-
-    Args:
-      group: the joined dimension.
-      sizes: the sizes of all dimensions.
-      wanted: the first index and the end along each of them.
-    """
-    letter, *others = group.letters
-    low, high = wanted[letter]
-    below = math.prod(sizes[other] for other in others)
-    start = group.part * sizes[letter] * below
-    shape = (high - low, *(sizes[other] for other in others))
-    index = (slice(None), *(slice(*wanted[other]) for other in others))
-    return Region((start + low * below, start + high * below), shape, index)
-
-
 def bounds_to_read(
     theirs: str, sizes: Sizes, wanted: Mapping[str, tuple[int, int]]
 ) -> tuple[Bounds, list[Region]]:
-    """The slice of an array that contains the wanted values, and what to do with each dimension."""
-    found = [find_region(group, sizes, wanted) for group in parse(theirs)]
+    """The slice of an array that contains the wanted values, and what to do with each dimension.
+
+    The first part of a joined dimension is cut, and the others are read whole.
+
+    Args:
+      theirs: the dimensions of the array.
+      sizes: their sizes.
+      wanted: the first index and the end along each of them.
+    """
+    found = []
+    for group in parse(theirs):
+        letter, *others = group.letters
+        low, high = wanted[letter]
+        below = math.prod(sizes[other] for other in others)
+        start = group.part * sizes[letter] * below
+        shape = (high - low, *(sizes[other] for other in others))
+        index = (slice(None), *(slice(*wanted[other]) for other in others))
+        found.append(Region((start + low * below, start + high * below), shape, index))
     return tuple(each.bounds for each in found), found
 
 

@@ -91,7 +91,9 @@ def _compare_values(
         ours, theirs = (np.ascontiguousarray(piece.result()).reshape(-1) for piece in pieces)
         for begin in range(0, ours.size, BLOCK):
             block = slice(begin, begin + BLOCK)
-            differ = _differing_bits(ours[block], theirs[block])
+            # By bits, so that NaN is equal to itself.
+            bits = [x[block].view(np.uint8).reshape(-1, x.itemsize) for x in (ours, theirs)]
+            differ = (bits[0] != bits[1]).any(axis=1)
             if differ.any():
                 count += int(differ.sum())
                 largest = _differences(ours[block][differ], theirs[block][differ])
@@ -99,12 +101,6 @@ def _compare_values(
                 relative.append(largest[1])
         report(ours.nbytes)
     return (float(np.max(absolute)), float(np.max(relative)), count) if count else None
-
-
-def _differing_bits(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """Where two arrays have different bits, so that NaN is equal to itself."""
-    bits = [x.view(np.uint8).reshape(x.size, x.dtype.itemsize) for x in (ours, theirs)]
-    return (bits[0] != bits[1]).any(axis=1)
 
 
 def _differences(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:

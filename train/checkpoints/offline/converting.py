@@ -236,7 +236,7 @@ def write(conversion: Conversion, report: Callable[[int], None]) -> None:
     """
     try:
         if conversion.format == 'safetensors':
-            write_safetensors(conversion.folder, conversion.arrays, report=report)
+            write_safetensors(conversion.folder, conversion.arrays, report)
         elif conversion.model is not None:
             conversion.model.write(conversion.folder, report)
         else:

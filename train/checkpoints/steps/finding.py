@@ -57,16 +57,17 @@ def examine(folder: epath.Path, step: int, *, contents: bool = False) -> FoundSt
     if has_record(folder):
         return found('unfinished', f'checkpoint {folder} was not saved completely')
     is_folder = folder.is_dir() or folder.name.startswith('checkpoint_')  # or an old file of T5X
-    if is_folder and (t5x_format(folder) or _is_orbax(folder)):
+    is_known = is_folder and t5x_format(folder) is not None
+    if not is_known and folder.is_dir() and _is_committed(folder):
+        # Orbax has written one item, or a folder for each item.
+        is_known = any((item / '_METADATA').exists() for item in (folder, *folder.iterdir()))
+    if is_known:
         return found('without a manifest', f'checkpoint {folder} has no manifest')
     return found('not a checkpoint', f'{folder} is not a checkpoint')
 
 
-def _is_orbax(folder: epath.Path) -> bool:
-    """Whether Orbax wrote a folder: one item, or a folder for each item."""
-    if not folder.is_dir() or (is_remote(folder) and not (folder / 'commit_success.txt').exists()):
-        return False
-    return any((item / '_METADATA').exists() for item in (folder, *folder.iterdir()))
+def _is_committed(folder: epath.Path) -> bool:
+    return not is_remote(folder) or (folder / 'commit_success.txt').exists()
 
 
 def find_steps(directory: epath.Path, prefix: str = '') -> tuple[dict[int, epath.Path], list[str]]:
@@ -212,8 +213,7 @@ def usable_t5x_steps(directory: epath.Path) -> list[int]:
 def t5x_format(checkpoint: epath.Path) -> Literal['orbax', 'legacy'] | None:
     """The format of a checkpoint of T5X, or None if it is not one, or is not complete."""
     if (checkpoint / 'state' / '_METADATA').exists():
-        complete = not is_remote(checkpoint) or (checkpoint / 'commit_success.txt').exists()
-        return 'orbax' if complete else None
+        return 'orbax' if _is_committed(checkpoint) else None
     if (checkpoint / 'checkpoint').exists() or (checkpoint.exists() and not checkpoint.is_dir()):
         return 'legacy'
     return None

@@ -133,14 +133,10 @@ class InputsToTargets(PairTask):
             )
         lengths, has_inputs = self._lengths(length, index), self.inputs is not None
         make_row = self.make_row_of(*lengths, has_inputs)
-        ends = [
-            tokenizer.separator if feature in self.add_end else None
-            for feature, tokenizer in zip(FEATURES, self._tokenizers, strict=True)
-        ]
-        endings = (
-            Ending(lengths[0], ends[0] if has_inputs else None, self.keep_end),
-            Ending(lengths[1], ends[1] if self.targets is not None else None, self.keep_end),
-        )
+        endings = []
+        for feature, tokenizer, size in zip(FEATURES, self._tokenizers, lengths, strict=True):
+            has_end = feature in self.add_end and getattr(self, feature) is not None
+            endings.append(Ending(size, tokenizer.separator if has_end else None, self.keep_end))
         part = Part(
             name=self.name or str(getattr(source, 'pattern', type(source).__name__)),
             index=index,
@@ -195,7 +191,7 @@ class InputsToTargets(PairTask):
         return found[0], found[1]
 
 
-def _pair_rows(pairs: Any, endings: tuple[Ending, Ending], make_row: MakeRow) -> Rows:
+def _pair_rows(pairs: Any, endings: Sequence[Ending], make_row: MakeRow) -> Rows:
     first_examples = None
     if make_row.packed:
         inputs, targets = (

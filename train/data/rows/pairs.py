@@ -55,25 +55,24 @@ class Pairs:
 
     @property
     def num_documents(self) -> int:
-        return self._last.num_documents
+        return self._streams[0].num_documents
 
     @property
     def num_bytes(self) -> int:
         """The size of the inputs and targets, in bytes."""
-        return sum(stream.num_bytes for stream in (self.inputs, self.targets) if stream)
+        return sum(stream.num_bytes for stream in self._streams)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens of the targets, or of the inputs if there are no targets; see `Stream.read`."""
-        return self._last.read(start, stop)
+        return self._streams[-1].read(start, stop)
 
     @property
-    def _last(self) -> Stream:
-        [*_, last] = [stream for stream in (self.inputs, self.targets) if stream is not None]
-        return last
+    def _streams(self) -> list[Stream]:
+        return [stream for stream in (self.inputs, self.targets) if stream is not None]
 
     def head(self, num_targets: int, tokenizer: Tokenizer) -> Pairs:
         """The first examples, up to the one with target number `num_targets`."""
-        ends = np.asarray(self._last.starts[1:])
+        ends = np.asarray(self._streams[-1].starts[1:])
         return self.documents(0, min(int(np.searchsorted(ends, num_targets)) + 1, len(self)))
 
     def documents(self, first: int, last: int) -> Pairs:
@@ -124,7 +123,7 @@ class PairRows:
     """
 
     pairs: Pairs
-    endings: tuple[Ending, Ending]
+    endings: Sequence[Ending]
     make_row: Callable[[Sequence[Pair]], Row]
     first_examples: np.ndarray | None = None
 

@@ -117,18 +117,13 @@ class SourceTask(TextTask):
     def open(self, length: Lengths = None, progress: Progress = no_progress) -> OpenText:
         rows = self._rows(length)
         index = open_index(self.source, self.tokenizer, self.cache_dir, progress)
-        name = str(getattr(self.source, 'pattern', type(self.source).__name__))
         not_settings = {'source', 'tokenizer', 'cache_dir', 'name', 'metrics', 'postprocess'}
-        settings = {
-            'task': type(self).__name__,
-            **{
-                f.name: getattr(self, f.name)
-                for f in dataclasses.fields(self)
-                if f.name not in not_settings
-            },
-        }
+        names = [f.name for f in dataclasses.fields(self) if f.name not in not_settings]
+        settings = {'task': type(self).__name__, **{name: getattr(self, name) for name in names}}
         scored = {k: getattr(self, k) for k in ('metrics', 'postprocess') if hasattr(self, k)}
-        name = getattr(self, 'name', '') or name
+        name = getattr(self, 'name', '') or str(
+            getattr(self.source, 'pattern', type(self.source).__name__)
+        )
         part = Part(name, index, rows, settings, self._scores_bytes, **scored)
         return OpenText(self.tokenizer, [part])
 

@@ -33,14 +33,6 @@ def checksum(content: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
-def block_checksums(values: np.ndarray) -> np.ndarray:
-    """The checksum of each block of an array, uint64 [blocks]."""
-    content = values.view(np.uint8).data
-    blocks = range(0, len(content), BLOCK_BYTES)
-    found = (xxhash.xxh3_64_intdigest(content[first : first + BLOCK_BYTES]) for first in blocks)
-    return np.fromiter(found, np.uint64, len(blocks))
-
-
 class VerifiedBlocks:
     """The blocks of a file of tokens, each of which is verified once.
 
@@ -197,11 +189,13 @@ class StreamWriter:
         with writing(self._path.parent):
             self._file.write(self._separator)
             self._file.close()
-            tokens = np.memmap(self._path.with_suffix('.tokens'), self._dtype, mode='r')
+            content = np.memmap(self._path.with_suffix('.tokens'), np.uint8, mode='r').data
+            blocks = range(0, len(content), BLOCK_BYTES)
+            found = (xxhash.xxh3_64_intdigest(content[i : i + BLOCK_BYTES]) for i in blocks)
             arrays = {
                 'starts': np.asarray(self._starts),
                 'sizes': np.asarray(self._sizes),
-                'checksums': block_checksums(tokens),
+                'checksums': np.fromiter(found, np.uint64, len(blocks)),
             }
             checksums = {}
             for name, values in arrays.items():
