@@ -27,16 +27,24 @@ EXTRA_LINES = {
 }
 
 
-# One program of each library has all layouts. The others have 'fsdp', and some of them also '4x2'.
+# Each program is laid out by its names or rules, or by 'fsdp'; each library has both.
 # MESHWRIGHT_ALL_LAYOUTS=1 tests every program on every layout.
-ALL_LAYOUTS = {'linen_resnet', 'nnx_gemma', 'haiku_convnet', 'equinox_mlp', 'hf_llama'}
-TWO_LAYOUTS = {'linen_lm1b', 'linen_decoder', 'nnx_cnn', 'hf_gpt2'}
+BY_NAMES = {
+    'linen_lm1b': ('4x2',),
+    'linen_decoder': ('4x2',),
+    'linen_resnet': ('4x2',),
+    'nnx_cnn': ('4x2',),
+    'nnx_gemma': ('4x2', '1x8'),
+    'haiku_convnet': ('1x8',),
+    'equinox_mlp': ('4x2', 'fsdp'),
+    'hf_llama': ('4x2',),
+}
 
 
 def layouts_of(name):
-    if name in ALL_LAYOUTS or os.environ.get('MESHWRIGHT_ALL_LAYOUTS'):
+    if os.environ.get('MESHWRIGHT_ALL_LAYOUTS'):
         return LAYOUTS
-    return ('4x2', 'fsdp') if name in TWO_LAYOUTS else ('fsdp',)
+    return BY_NAMES.get(name, ('fsdp',))
 
 
 # The largest part of a state that one device may hold, so that no layout replicates everything.

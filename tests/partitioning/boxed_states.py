@@ -3,9 +3,10 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
+from flax.linen.partitioning import AxisMetadata
+from jax.sharding import AxisType, PartitionSpec as P
 
-from partitioning import Partitioned, PjitPartitioner, create_mesh
+from partitioning import AxisNames, PaddedSpec, Partitioned, PjitPartitioner, create_mesh
 
 KEY = jax.random.key(0)
 RULES = [('batch', 'data'), ('embed', 'data'), ('mlp', 'model'), ('layers', None)]
@@ -43,3 +44,19 @@ class OneArray(nn.Module):
     @nn.compact
     def __call__(self):
         return self.param('w', self.initializer, (8, 8))
+
+
+def by_path(tree):
+    """The leaves of a tree by path. Specs and names are leaves."""
+    is_leaf = lambda x: isinstance(x, P | PaddedSpec | AxisNames | AxisMetadata)  # noqa: E731
+    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
+    return {jax.tree_util.keystr(p, simple=True, separator='/'): x for p, x in flat}
+
+
+def abstract_box(shape, *names, kind=nn.LogicallyPartitioned, dtype=jnp.float32):
+    """A box with an abstract array."""
+    return kind(jax.ShapeDtypeStruct(shape, dtype), names)
+
+
+def padded(outside, inside):
+    return PaddedSpec(P(*outside), P(*inside))

@@ -108,10 +108,3 @@ def partitioner_of_4_by_2():
 def abstract_state(name):
     """The shapes and names of the state under an optimizer."""
     return jax.eval_shape(initializer(OPTIMIZERS[name]()), jax.random.key(0))
-
-
-def leaves_of(tree):
-    """The leaves of a tree by path; a PartitionSpec is a leaf."""
-    is_leaf = lambda x: isinstance(x, jax.sharding.PartitionSpec)  # noqa: E731
-    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
-    return {jax.tree_util.keystr(p, simple=True, separator='/'): x for p, x in flat}

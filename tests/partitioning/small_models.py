@@ -1,4 +1,4 @@
-"""Three small models, each with linen boxes, T5X's params_axes, nnx, and in jax without names."""
+"""Two small models, each with linen boxes, T5X's params_axes, nnx, and in jax without names."""
 
 import functools
 import math
@@ -31,7 +31,6 @@ def _stacked(below: str, size: int) -> dict[str, Any]:
 
 
 PARAMETERS = {  # model: parameter: shape, logical axes
-    'mlp': _BLOCK,
     'stack': {
         'embed/embedding': ((VOCAB, EMBED), ('vocab', 'embed')),
         **_stacked('layers', LAYERS),
@@ -79,9 +78,7 @@ def plain_loss(model: str, flat: dict[str, Any], batch: Any, xp: Any = jnp) -> A
         return x + xp.tanh(x @ p('up/kernel') + p('up/bias')) @ p('down/kernel') + p('down/bias')
 
     x = batch['x']
-    if model == 'mlp':
-        out = block(x, lambda k: flat[k])
-    elif model == 'stack':
+    if model == 'stack':
         x = flat['embed/embedding'][x]
         for i in range(LAYERS):
             x = block(x, lambda k, i=i: flat[f'layers/{k}'][i])
@@ -177,13 +174,9 @@ class Linen(nn.Module):
         return members(self.declare, name='members')(x)[0]
 
 
-def linen_of(model: str, declare: Callable[..., Any]) -> nn.Module:
-    return Block(declare) if model == 'mlp' else Linen(model, declare)
-
-
 def linen_variables(model: str, front_end: str, key: Any) -> Any:
     """The variables that init makes, with the initial parameters of all front-ends."""
-    made = linen_of(model, {'boxes': boxed, 't5x': with_axes}[front_end])
+    made = Linen(model, {'boxes': boxed, 't5x': with_axes}[front_end])
     variables = made.init(key, batches(model, 1)[0]['x'])
     flat = nested({k: jnp.asarray(v) for k, v in values(model).items()})
     return {**variables, 'params': nn.meta.replace_boxed(variables['params'], flat)}
@@ -197,8 +190,6 @@ def nameless(model: str, params: Any, x: Any) -> Any:
         h = jnp.tanh(x @ p['up']['kernel'] + p['up']['bias'])
         return x + h @ p['down']['kernel'] + p['down']['bias']
 
-    if model == 'mlp':
-        return block(x, params)
     if model == 'ensemble':
         return jax.vmap(block, (None, 0))(x, params['members'])
     table = params['embed']['embedding']
@@ -257,7 +248,7 @@ class NnxEnsemble(nnx.Module):
 
 def make_nnx(model: str) -> nnx.Module:
     classes = {'stack': NnxStack, 'ensemble': NnxEnsemble}
-    made = NnxBlock(nnx.Rngs(0)) if model == 'mlp' else classes[model]()
+    made = classes[model]()
     nnx.update(made, nested({k: jnp.asarray(v) for k, v in values(model).items()}))
     return made
 
@@ -303,10 +294,8 @@ def program(model: str, front_end: str, kind: str, tx: Any) -> Program:
     def apply(params: Any, x: Any) -> Any:
         if front_end == 'paths':
             return nameless(model, params, x)
-        out = linen_of(model, boxed if front_end == 'boxes' else with_axes).apply(
-            {'params': params}, x
-        )
-        return out[0] if model == 'mlp' else out
+        module = Linen(model, boxed if front_end == 'boxes' else with_axes)
+        return module.apply({'params': params}, x)
 
     def init(key: Any) -> Any:
         made = variables(key)

@@ -47,19 +47,6 @@ def test_constrain_over_a_mixed_mesh(axis_types):
             np.testing.assert_array_equal(y, x * 2)
 
 
-@MIXED
-@pytest.mark.parametrize('axes', [('data', 'model'), ('model', 'data')])
-def test_a_dimension_over_axes_of_both_types(axis_types, axes):
-    """If the axes cannot be applied in this order, there is an error: their order matters."""
-    mesh = create_mesh((4, 2), ('data', 'model'), axis_types=axis_types)
-    with jax.set_mesh(mesh):
-        try:
-            y = jax.jit(lambda x: with_sharding_constraint(x * 2, P(axes)))(jnp.ones((8, 8)))
-        except ValueError:
-            return
-    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P(axes)), 2)
-
-
 # UNCONSTRAINED dimensions.
 
 X = np.arange(64.0, dtype=np.float32).reshape(8, 8)
@@ -72,14 +59,6 @@ def mesh_of(*axis_types):
 
 def laid_out(mesh, *spec):
     return jax.device_put(X, NamedSharding(mesh, P(*spec)))
-
-
-@MIXED
-def test_unconstrained_dimensions_of_a_mixed_mesh(axis_types):
-    """jax refuses them only if no axis is Auto."""
-    with jax.set_mesh(mesh_of(*axis_types)):
-        y = jax.jit(lambda x: constrain(x * 2, (UNC, 'embed'), RULES))(X)
-    assert y.sharding.spec[1] == 'model'
 
 
 ALL = pytest.mark.parametrize(

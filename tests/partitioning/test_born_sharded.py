@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from boxed_states import by_path
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from partitioning import (
@@ -25,15 +26,10 @@ ADAM = optax.adam(1e-3)
 KEY = np.zeros(2, 'uint32')  # jax.random.PRNGKey(0) in host memory
 
 
-def leaves_of(tree):
-    flat = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(p, simple=True, separator='/'): x for p, x in flat}
-
-
 def shard_shapes(state):
     """The shape of the shards of every array but scalars; it is the same on all devices."""
     shapes = {}
-    for path, array in leaves_of(state).items():
+    for path, array in by_path(state).items():
         held = {shard.data.shape for shard in array.addressable_shards}
         assert len(held) == 1 and len(array.addressable_shards) == 8, path
         if array.ndim:
@@ -108,7 +104,7 @@ def test_the_program_that_makes_a_state_has_no_whole_array():
     compiled = jax.jit(plan.init).lower(KEY).compile()
     specs = {'table': P(('y', 'z'), 'x'), 'up': P(None, 'x', 'y'), 'bias': P('y')}
     shapes = {'table': TABLE, 'up': UP, 'bias': BIAS}
-    shardings = leaves_of(compiled.output_shardings)
+    shardings = by_path(compiled.output_shardings)
     for path, name in ((f'{tree}/{name}', name) for tree in TREES for name in specs):
         expected = NamedSharding(plan.mesh, specs[name])
         assert shardings[path].is_equivalent_to(expected, len(shapes[name])), path
@@ -173,7 +169,7 @@ def step(state, tokens):
 
 @functools.cache
 def step_of_one_device():
-    return leaves_of(jax.jit(step)(unbox(jax.jit(small_model)(KEY)), TOKENS))
+    return by_path(jax.jit(step)(unbox(jax.jit(small_model)(KEY)), TOKENS))
 
 
 @functools.cache
@@ -210,7 +206,7 @@ def test_shards_and_bytes(kind):
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_step_equals_that_of_one_device(kind):
-    after, plain = leaves_of(run(kind).after), step_of_one_device()
+    after, plain = by_path(run(kind).after), step_of_one_device()
     assert after.keys() == plain.keys()
     for path, array in plain.items():
         largest = float(np.abs(array).max())

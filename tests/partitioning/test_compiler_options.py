@@ -119,7 +119,7 @@ def test_plans_record_options_and_old_files_load(partitioner, tmp_path):
             Plan.load(tmp_path / 'bad.json')
 
 
-# What jaxlib 0.10 and libtpu 0.0.52 write.
+# Flags that a compiler refuses: what jaxlib 0.10 and libtpu 0.0.52 write.
 UNKNOWN = 'F1123 06:44:54.075532 8948 flags.cc:234] Unknown flag in XLA_FLAGS: --xla_x=1'
 BAD_VALUE = (
     'F1123 06:45:26.188707 9203 flags.cc:220] Check failed: Flag parsing failed.\n'
@@ -172,6 +172,9 @@ def test_flags_are_tried_once_and_only_where_the_environment_sets_some(monkeypat
             check_flags('tpu')
     assert started == ['v5e:2x2']
     compilers._try_flags.cache_clear()
+
+
+# Private names of jax.
 
 
 def attend(x):

@@ -27,12 +27,6 @@ pytestmark = pytest.mark.core
 RULES = [('batch', 'data'), ('vocab', 'model'), ('mlp', 'model'), ('layers', None)]
 RULES += [('members', 'data'), ('embed', 'data')]
 SPECS = {  # by hand
-    'mlp': {
-        'up/kernel': P('data', 'model'),
-        'up/bias': P('model'),
-        'down/kernel': P('model', 'data'),
-        'down/bias': P('data'),
-    },
     'stack': {
         'embed/embedding': P('model', 'data'),
         'layers/up/kernel': P(None, 'data', 'model'),
@@ -49,25 +43,21 @@ SPECS = {  # by hand
 }
 # The number of float32 elements of all parameters on one device, in the order of the arrays above.
 ELEMENTS = {
-    'mlp': 8 * 16 // 8 + 16 // 2 + 8 * 16 // 8 + 8 // 4,
     'stack': 16 * 8 // 8 + 3 * (8 * 16 // 8 + 16 // 2 + 8 * 16 // 8 + 8 // 4),
     'ensemble': 8 * 16 // 2 + 16 // 2 + 8 * 16 // 2 + 8,
 }
 KINDS = {  # the kind of state that is trained; nnx has only one kind
-    ('mlp', 'boxes'): 'ours',
-    ('mlp', 't5x'): 'ours',
-    ('mlp', 'paths'): 'dict',
     ('stack', 'boxes'): 'flax',
     ('stack', 't5x'): 'dict',
     ('stack', 'paths'): 'ours',
-    ('ensemble', 'boxes'): 'dict',
+    ('ensemble', 'boxes'): 'ours',
     ('ensemble', 't5x'): 'ours',
     ('ensemble', 'paths'): 'flax',
 }
 STEPS = 5
 TX = optax.adamw(2e-2)
 CASES = pytest.mark.parametrize('front_end', FRONT_ENDS)
-MODELS = pytest.mark.parametrize('model', PARAMETERS)
+MODELS = pytest.mark.parametrize('model', SPECS)
 
 
 def partitioner_of(model, front_end, num_partitions=2, **settings):

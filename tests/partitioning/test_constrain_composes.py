@@ -194,20 +194,6 @@ def test_manual_axes_are_dropped(types, manual, spec, names, left):
         assert text(sharded(lambda x: constrain(x, names, RULES), manual), x) == expected
 
 
-@pytest.mark.parametrize('types', ['auto', 'explicit and auto'])
-def test_values_inside_a_shard_map(types):
-    """The body also vmaps, scans and differentiates."""
-    mesh = mesh_of(types)
-
-    def body(x, place=lambda x: constrain(x, ('batch', 'embed'), RULES)):
-        return jax.vmap(lambda x: in_checkpoint(place, in_scan(place, x)))(jnp.stack([x, x]))[0]
-
-    with jax.set_mesh(mesh):
-        found = jax.jit(sharded(body, ('data',)))(jax.device_put(X, P('data')))
-    assert found.sharding.spec[0] == 'data'
-    np.testing.assert_allclose(found, body(jnp.asarray(X), lambda x: x), rtol=1e-6)
-
-
 @MESHES
 def test_a_fully_manual_mesh_leaves_arrays_unchanged(types):
     """Nested shard_maps add up: the inner body has no axis left."""
@@ -373,30 +359,6 @@ def test_vmap_over_a_dimension_that_explicit_axes_shard(types):
 
 
 # What XLA does with it.
-
-
-def test_layouts_inside_compiled_programs():
-    seen = []
-
-    def look(x):
-        jax.debug.inspect_array_sharding(x, callback=seen.append)
-        return x * 2
-
-    place = lambda x: look(constrain(x, ('batch', 'embed'), RULES))  # noqa: E731
-    by_vmap = lambda x: look(constrain(x, ('no', 'embed'), RULES))  # noqa: E731
-    mesh, stacked = mesh_of('auto'), jnp.stack([X] * 4)
-    for fn, x, spec in (
-        (lambda x: in_scan(place, x), X, P('data', 'model')),
-        (jax.vmap(by_vmap, spmd_axis_name='data'), stacked, P('data', None, 'model')),
-        (sharded(place, ('data',)), X, P(None, 'model')),
-    ):
-        seen.clear()
-        with jax.set_mesh(mesh):
-            jax.jit(fn)(x)
-            jax.effects_barrier()
-        assert seen
-        for found in seen:
-            assert found.is_equivalent_to(NamedSharding(mesh, spec), np.ndim(x))
 
 
 @pytest.mark.parametrize('types', ['auto', 'explicit'])

@@ -129,6 +129,8 @@ def test_the_table_fits_a_terminal():
     assert '2304 x 768' in text and '...' in text
 
 
+# Regular expressions that give each path its names, whatever the paths.
+
 KEYS = st.sampled_from(
     ['h', '0', '1', '12', 'a', 'b_0', 'b_1', 'c2d3', 'c2d4', 'kernel', 'bias', 'w', '~', 'x.y']
 )

@@ -1,4 +1,4 @@
-"""Models of flax as its users write them, over axes of any type: linen and nnx, unmodified."""
+"""Models of linen as its users write them, unmodified, over axes of any type."""
 
 import functools
 
@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from flax.training import train_state
 from jax.sharding import AxisType, PartitionSpec as P
 
@@ -63,9 +62,6 @@ def losses_of(partitioner, init, step):
     plan.check(state)
     assert run.num_traces() == 1
     return plan, losses
-
-
-# linen.
 
 
 class Block(nn.Module):
@@ -141,7 +137,6 @@ def plain_losses(scanned):
 @pytest.mark.parametrize(
     'axis_types, boxes, scanned, ours',
     [
-        (AUTO, 'all', False, True),
         (AUTO, 'fewer', True, False),
         (EXPLICIT, 'all', False, False),
         ((AUTO, EXPLICIT), 'mesh axes', False, True),
@@ -207,10 +202,6 @@ def test_lifted_layers_with_fewer_names(axis):
     assert names == tuple({8: 'embed', 3: 'layers'}.get(size) for size in shape)
 
 
-class BatchStatsState(train_state.TrainState):
-    batch_stats: object
-
-
 class ConvNet(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -220,30 +211,22 @@ class ConvNet(nn.Module):
         return nn.BatchNorm(use_running_average=False, use_bias=False, scale_init=one)(x)
 
 
-@pytest.mark.parametrize('ours', [True, False])
-def test_batch_statistics(ours):
+def test_batch_statistics():
     """They have no names, and are replicated because they are small."""
     model, tx = ConvNet(), optax.sgd(0.1)
     x = np.random.default_rng(1).normal(0, 1, (BATCH, EMBED)).astype('float32')
 
     def init(key):
-        variables = model.init(key, x)
-        if ours:
-            return TrainState.create(variables, tx)
-        return BatchStatsState.create(apply_fn=None, tx=tx, **variables)
+        return TrainState.create(model.init(key, x), tx)
 
     def step(state, x):
-        statistics = state.flax_mutables['batch_stats'] if ours else state.batch_stats
-
         def loss(params):
-            variables = {'params': params, 'batch_stats': statistics}
+            variables = {'params': params, **state.flax_mutables}
             y, changed = model.apply(variables, x, mutable=['batch_stats'])
             return jnp.mean((y - 1) ** 3), changed
 
         (value, changed), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-        if ours:
-            return state.apply_gradients(grads, tx, changed), value
-        return state.apply_gradients(grads=grads, **changed), value
+        return state.apply_gradients(grads, tx, changed), value
 
     partitioner = partitioner_of()
     plan = partitioner.plan(init, KEY)
@@ -254,78 +237,3 @@ def test_batch_statistics(ours):
     for one, other in zip(jax.tree.leaves(nn.unbox(state)), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     assert [row.spec for row in plan.rows if 'batch_stats' in row.path] == [P(None), P(None)]
-
-
-# nnx.
-
-
-def named(*names):
-    return {'out_sharding': names}
-
-
-class NnxDecoder(nnx.Module):
-    def __init__(self, names, rngs):
-        n = NAMES[names]
-        self.embed = nnx.Embed(VOCAB, EMBED, rngs=rngs, embedding_metadata=named('vocab', 'embed'))
-        vector = named('embed')
-        self.norm = nnx.LayerNorm(EMBED, rngs=rngs, scale_metadata=vector, bias_metadata=vector)
-        self.attention = nnx.MultiHeadAttention(
-            HEADS,
-            EMBED,
-            HEADS * DEPTH,
-            use_bias=False,
-            decode=False,
-            rngs=rngs,
-            kernel_metadata=named(*n['qkv']),
-            out_kernel_metadata=named(*n['out']),
-        )
-        general = {'use_bias': False, 'rngs': rngs}
-        self.up = nnx.LinearGeneral(EMBED, (2, 4), kernel_metadata=named(*n['qkv']), **general)
-        self.down = nnx.LinearGeneral(
-            (2, 4), EMBED, axis=(-2, -1), kernel_metadata=named(*n['out']), **general
-        )
-
-    def __call__(self, tokens):
-        x = self.embed(tokens)
-        x = x + self.attention(self.norm(x))
-        return self.embed.attend(x + self.down(jnp.tanh(self.up(x))))
-
-
-def nnx_program(names):
-    """The init and the step of the README, for an nnx model."""
-    graph = {}
-
-    def init(key):
-        model = NnxDecoder(names, nnx.Rngs(key))
-        optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
-        graph['def'], state = nnx.split((model, optimizer))
-        return state
-
-    def step(state, tokens):
-        model, optimizer = nnx.merge(graph['def'], state)
-        loss, grads = nnx.value_and_grad(lambda model: loss_of(model(tokens), tokens))(model)
-        optimizer.update(model, grads)
-        return nnx.state((model, optimizer)), loss
-
-    return init, step
-
-
-@functools.cache
-def plain_nnx_losses():
-    init, step = nnx_program('all')
-    with nnx.use_eager_sharding(False):
-        state, losses = init(KEY), []
-        for tokens in TOKENS:
-            state, loss = jax.jit(step)(state, tokens)
-            losses.append(float(loss))
-    return losses
-
-
-@pytest.mark.parametrize('axis_types, names', [(AUTO, 'all'), (EXPLICIT, 'fewer')])
-def test_an_nnx_decoder_trains(axis_types, names):
-    plan, losses = losses_of(partitioner_of(axis_types), *nnx_program(names))
-    np.testing.assert_allclose(losses, plain_nnx_losses(), atol=1e-5)
-    for layer in ('up', 'attention/query'):
-        (kernel, *copies) = [row for row in plan.rows if row.path.endswith(f'{layer}/kernel')]
-        assert len(copies) == 2
-        assert {kernel.spec, *(row.spec for row in copies)} == {P('data', 'model', None)}

@@ -150,6 +150,9 @@ def test_dimensions_that_close_to_rings(kind, bounds, wrap):
     assert torus_wrap(kind, bounds) == wrap
 
 
+# Names of clouds, with the shapes of the tables of Cloud TPU and Compute Engine.
+
+
 @pytest.mark.parametrize(
     'name, topology',
     [

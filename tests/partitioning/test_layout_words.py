@@ -215,10 +215,8 @@ def test_the_bytes_of_a_device_are_near_an_even_share(model, partitions):
 
 ADAMW = optax.adamw(0.1)
 PROGRAMS = [
-    ('fsdp', 1, 'paths', 'dict'),
-    ('fsdp', 2, 'boxes', 'ours'),
-    ('fsdp', 2, 'nnx', 'nnx'),
     ('data_parallel', 2, 't5x', 'flax'),
+    ('fsdp', 2, 'nnx', 'nnx'),
 ]
 
 

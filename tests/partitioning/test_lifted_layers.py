@@ -101,6 +101,8 @@ def test_scanned_boxes_train(boxes):
     assert seen == {('embed', 'mlp')}
 
 
+# add_axis and remove_axis.
+
 NAMES = st.lists(st.sampled_from(['a', 'b', 'c', 'd', None]), max_size=4)
 
 

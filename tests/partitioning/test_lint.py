@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from boxed_states import abstract_box as box
 from hypothesis import given, settings, strategies as st
 
 from partitioning import (
@@ -31,10 +32,6 @@ def lint(rules, mesh, state=None, optimizer_rules=None, overrides=()):
         rules=AxisRules(rules), optimizer_rules=optimizer_rules, overrides=tuple(overrides)
     )
     return lint_rule_set(rule_set, mesh, state)
-
-
-def box(shape, *names, kind=nn.LogicallyPartitioned):
-    return kind(jax.ShapeDtypeStruct(shape, jnp.float32), names)
 
 
 def mesh_axes_as_names(shape, *names):
@@ -281,7 +278,11 @@ def test_decisions_of_policies(policies, array, message):
 
 
 def test_a_state_without_findings():
-    state = params(w=box((8, 8), 'embed', 'mlp'), v=box((3,), 'heads'), n=box((5,), None))
+    state = params(
+        w=box((8, 8), 'embed', 'mlp'),
+        v=box((3,), 'heads'),
+        n=box((5,), None),
+    )
     assert lint(RULES, SIZES, state) == ()
 
 

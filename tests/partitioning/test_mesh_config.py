@@ -140,15 +140,6 @@ def test_a_slice_axis_among_the_axes_is_always_there(order):
         assert slices_of(mesh) == [[[s] * 4 for s in range(num_slices)]] * 2
 
 
-def test_a_slice_axis_beside_dcn_is_a_name_for_partitioners():
-    devices = tpu_slices(2, (2, 2, 2), 'TPU v4')
-    config = MeshConfig.from_t5x(
-        ici_mesh_shape=(1, 2, 4), dcn_mesh_shape=(2, 1, 1), devices=devices
-    )
-    assert config.slice_axis == 'replica'
-    assert ids(config.build()) == [[[0, 2, 1, 3], [4, 6, 5, 7]], [[8, 10, 9, 11], [12, 14, 13, 15]]]
-
-
 @pytest.mark.parametrize(
     'settings, slice_axis',
     [

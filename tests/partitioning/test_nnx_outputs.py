@@ -163,6 +163,9 @@ def test_explicit_axes():
     assert_equal(out, expected())
 
 
+# Plans that are refused, for linen and for nnx.
+
+
 def in_linen(plan, **arguments):
     return run(Mlp(), plan, **arguments)
 

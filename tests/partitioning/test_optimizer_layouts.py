@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from boxed_states import by_path
 from jax.sharding import NamedSharding, PartitionSpec as P
 from optimized_states import (
     FACTORED,
@@ -14,7 +15,6 @@ from optimized_states import (
     RULES,
     abstract_state,
     initializer,
-    leaves_of,
     partitioner_of_4_by_2,
 )
 
@@ -76,8 +76,8 @@ def test_expected_specs_are_not_trivial():
 @pytest.mark.parametrize('name', OPTIMIZERS)
 def test_every_statistic_follows_its_parameter(name):
     state = abstract_state(name)
-    specs = leaves_of(partitioner_of_4_by_2().get_mesh_axes(state))
-    arrays = leaves_of(unbox(state))
+    specs = by_path(partitioner_of_4_by_2().get_mesh_axes(state))
+    arrays = by_path(unbox(state))
     assert specs.keys() == arrays.keys()
     full_shapes = 0
     for path, array in arrays.items():
@@ -107,7 +107,7 @@ def test_every_statistic_follows_its_parameter(name):
 )
 def test_adafactor(statistic, path, expected):
     """Rows keep all dimensions but the largest, columns all but the second largest."""
-    specs = leaves_of(partitioner_of_4_by_2().get_mesh_axes(abstract_state('adafactor')))
+    specs = by_path(partitioner_of_4_by_2().get_mesh_axes(abstract_state('adafactor')))
     assert [s for p, s in specs.items() if p.endswith(f'/{statistic}/{path}')] == [expected]
 
 
@@ -119,8 +119,8 @@ def test_adafactor_of_a_square():
     state = tx.init(unbox(params))
     _, updated = jax.jit(tx.update)(gradient, state, unbox(params))
     partitioner = PjitPartitioner(2, logical_axis_rules=[('embed', 'data'), ('mlp', 'model')])
-    specs = leaves_of(partitioner.get_mesh_axes({'params': params, 'opt_state': state}))
-    vectors = {path: x for path, x in leaves_of(updated).items() if x.shape == (16,)}
+    specs = by_path(partitioner.get_mesh_axes({'params': params, 'opt_state': state}))
+    vectors = {path: x for path, x in by_path(updated).items() if x.shape == (16,)}
     assert len(vectors) == 2
     for path, statistic in vectors.items():
         varies_with_rows = float(np.ptp(statistic)) > 0
@@ -167,8 +167,8 @@ def test_jit_takes_the_shardings():
 )
 def test_arrays_of_other_shapes_than_their_parameter(name, path, shape, spec):
     state = abstract_state(name)
-    assert leaves_of(unbox(state))[f'opt_state/{path}'].shape == shape
-    specs = leaves_of(partitioner_of_4_by_2().get_mesh_axes(state))
+    assert by_path(unbox(state))[f'opt_state/{path}'].shape == shape
+    specs = by_path(partitioner_of_4_by_2().get_mesh_axes(state))
     assert specs[f'opt_state/{path}'] == spec
 
 
@@ -248,5 +248,5 @@ def test_layouts_by_hand(params, tx, expected):
         return {'params': params, 'opt_state': tx.init(unbox(params))}
 
     axes = partitioner_of_4_by_2().get_mesh_axes(jax.eval_shape(init))
-    specs = leaves_of(axes)
+    specs = by_path(axes)
     assert {path: specs[f'opt_state/{path}'] for path in expected} == expected

@@ -4,10 +4,9 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 from partitioning import MeshConfig, PjitPartitioner, Plan
 
@@ -240,39 +239,3 @@ def test_other_axes_of_the_batch_are_named_by_a_rule():
     named = partitioner_of([('.*', P())], mesh, logical_axis_rules=[('batch', ('rows', 'columns'))])
     assert named.data_partition_spec == P(('rows', 'columns'))
     assert not named.lint(PARAMS)
-
-
-def test_a_step_has_the_result_of_the_plain_program():
-    rng = np.random.default_rng(0)
-    params = {'up': {'w': rng.normal(size=(8, 16))}, 'down': {'w': rng.normal(size=(16, 8))}}
-    params = jax.tree.map(lambda x: x.astype('float32'), params)
-    x = rng.normal(size=(8, 8)).astype('float32')
-    tx = optax.adam(0.1)
-
-    def init(key):
-        held = jax.tree.map(jnp.asarray, params)
-        return held, tx.init(held), key
-
-    def step(state, x):
-        params, opt_state, key = state
-
-        def loss(p):
-            return jnp.mean(jnp.square(jnp.tanh(x @ p['up']['w']) @ p['down']['w'] - x))
-
-        value, grads = jax.value_and_grad(loss)(params)
-        updates, opt_state = tx.update(grads, opt_state)
-        return (optax.apply_updates(params, updates), opt_state, key), value
-
-    partitioner = partitioner_of([('up/w', P('fsdp', 'mp')), ('down/w', P('mp', 'fsdp'))])
-    plan = partitioner.plan(init, KEY)
-    state, plain = plan.init(KEY), init(KEY)
-    assert state[0]['up']['w'].sharding == NamedSharding(partitioner.mesh, P('fsdp', 'mp'))
-    compiled = partitioner.partition(
-        step, (plan.specs, partitioner.data_partition_spec), (plan.specs, None)
-    )
-    plain_step = jax.jit(step)
-    for _ in range(3):
-        state, loss = compiled(state, partitioner.to_global(x))
-        plain, expected = plain_step(plain, x)
-        np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    plan.check(state)

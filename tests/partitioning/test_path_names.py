@@ -4,10 +4,10 @@ import re
 
 import flax
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from boxed_states import by_path
 from flax import nnx
 from flax.linen.partitioning import AxisMetadata
 from hypothesis import given, settings, strategies as st
@@ -46,12 +46,6 @@ def params(boxed=False, named=()):
         return made
     axes = {f'{path}_axes': AxisMetadata(names=NAMES[path]) for path in named}
     return {'params': made, 'params_axes': flax.traverse_util.unflatten_dict(axes, sep='/')}
-
-
-def by_path(tree):
-    is_leaf = lambda x: isinstance(x, P | AxisNames | AxisMetadata)  # noqa: E731
-    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
-    return {jax.tree_util.keystr(p, simple=True, separator='/'): x for p, x in flat}
 
 
 def by_function(rules, tree=None):

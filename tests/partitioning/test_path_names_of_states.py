@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from boxed_states import by_path
 from flax.training import train_state
 from jax.sharding import PartitionSpec as P
 from test_path_names import (
@@ -13,7 +14,6 @@ from test_path_names import (
     RULES,
     SHAPES,
     SWAPPED,
-    by_path,
     nnx_state,
     params,
     partitioner_of,

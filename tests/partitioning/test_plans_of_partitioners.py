@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from boxed_states import by_path
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from plans_by_hand import MESH, TREE, planned, read
 
@@ -26,12 +27,6 @@ BY_RULES = {
     'params_axes_names_override': [*NAMES.items(), ('.*/bias', (None,))],
 }
 PLAN = planned(names=NAMES, rules=RULES)
-
-
-def by_path(tree):
-    is_leaf = lambda x: isinstance(x, P | PaddedSpec)  # noqa: E731
-    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
-    return {jax.tree_util.keystr(p, simple=True, separator='/'): x for p, x in flat}
 
 
 def from_file(plan):

@@ -3,11 +3,11 @@
 import copy
 import pickle
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from boxed_states import abstract_box as box, padded
 from jax.sharding import PartitionSpec as P
 
 from partitioning import (
@@ -17,20 +17,11 @@ from partitioning import (
     resolve_axes,
     unbox,
 )
-from partitioning.rules import PaddedSpec
 
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 DATA4_MODEL2 = {'data': 4, 'model': 2}
 RULES = [('embed', 'data'), ('mlp', 'model'), ('both', ('data', 'model')), ('late', 'model')]
-
-
-def box(shape, *names, dtype=jnp.float32):
-    return nn.LogicallyPartitioned(jax.ShapeDtypeStruct(shape, dtype), names)
-
-
-def padded(outside, inside):
-    return PaddedSpec(P(*outside), P(*inside))
 
 
 def partitioner_of(rules=RULES, policy=None, **settings):
@@ -206,10 +197,18 @@ def test_policies_of_the_optimizer_rules(of_optimizer):
 @pytest.mark.parametrize(
     'array, held, cost',
     [  # bytes of one device under replicate, drop_axis and pad
-        (box((16, 7), 'embed', 'mlp'), (112, 112, 112), (56, 56, 56)),  # 448; a share is 56
+        (
+            box((16, 7), 'embed', 'mlp'),
+            (112, 112, 112),
+            (56, 56, 56),
+        ),  # 448; a share is 56
         (box((14, 8), 'embed', 'mlp'), (224, 224, 224), (168, 168, 168)),
         (box((12,), 'both'), (48, 12, 48), (42, 6, 42)),
-        (box((12,), 'both', dtype=jnp.int8), (12, 3, 12), (10, 1, 10)),  # a share is 2, not 1.5
+        (
+            box((12,), 'both', dtype=jnp.int8),
+            (12, 3, 12),
+            (10, 1, 10),
+        ),  # a share is 2, not 1.5
         (box((5, 3), 'both', None), (60, 60, 60), (52, 52, 52)),  # and 8, not 7.5
         (box((16, 8), 'embed', 'mlp'), (64, 64, 64), (0, 0, 0)),
     ],

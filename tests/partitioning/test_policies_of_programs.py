@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from boxed_states import abstract_box as box, padded
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from partitioning import (
@@ -17,19 +18,10 @@ from partitioning import (
     constrain,
     unbox,
 )
-from partitioning.rules import PaddedSpec
 
 pytestmark = pytest.mark.core
 
 RULES = [('embed', 'data'), ('mlp', 'model'), ('both', ('data', 'model')), ('late', 'model')]
-
-
-def box(shape, *names, dtype=jnp.float32):
-    return nn.LogicallyPartitioned(jax.ShapeDtypeStruct(shape, dtype), names)
-
-
-def padded(outside, inside):
-    return PaddedSpec(P(*outside), P(*inside))
 
 
 def partitioner_of(rules=RULES, policy=None, **settings):

@@ -70,7 +70,6 @@ def partitioned(function, sizes, rules=RULES, specs=SPECS, **settings):
     [
         {'data': 8, 'model': 1},
         {'data': 4, 'model': 2},
-        {'data': 2, 'model': 4},
         {'data': 1, 'model': 8},
         {'replica': 2, 'data': 2, 'model': 2},
     ],
@@ -208,6 +207,9 @@ def test_inside_transformations(function):
     check = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3)
     jax.tree.map(check, found, jax.value_and_grad(expected, (0, 1))(w, x))
     assert 'reduce_scatter' in step.lower((w,), x).as_text()
+
+
+# Scattered sums.
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,9 @@ def test_wrap_needs_tpus():
         axis_rings(create_mesh((8,), ('x',)), wrap=(True, True, True))
 
 
+# Where the devices of a mesh are in their machine.
+
+
 def mesh_of(devices, sizes):
     held = np.empty(len(devices), dtype=object)
     held[:] = devices

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from boxed_states import by_path
 from flax import nnx
 from flax.training import train_state
 from jax.sharding import AxisType, PartitionSpec as P
@@ -43,13 +44,8 @@ def counted(function):
     return counting, calls
 
 
-def leaves_of(tree):
-    flat = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator='/'): x for path, x in flat}
-
-
 def assert_close(found, expected):
-    found, expected = leaves_of(found), leaves_of(expected)
+    found, expected = by_path(found), by_path(expected)
     assert found.keys() == expected.keys()
     for path, array in expected.items():
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -187,7 +183,7 @@ def test_one_call_is_enough(program, axis_type, caplog):
     assert (len(inits), len(steps)) == (1, attempts)
     assert all(x.is_deleted() for x in jax.tree.leaves(state) if x.ndim)  # it was donated
     after = state_of(result, state)
-    arrays = [x for path, x in leaves_of(after).items() if name in path]
+    arrays = [x for path, x in by_path(after).items() if name in path]
     assert [x.addressable_shards[0].data.shape for x in arrays] == [shard] * 3
     assert not any(jax.typeof(x).weak_type for x in jax.tree.leaves(after))
     assert all(x.sharding.mesh == partitioner.mesh for x in jax.tree.leaves(result))

@@ -98,6 +98,9 @@ def test_an_empty_plan_of_large_arrays():
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(placed))
 
 
+# Plans that are refused.
+
+
 def returns(spec):
     """An entry whose to_partition_spec returns this."""
     return type('Entry', (), {'to_partition_spec': lambda self, mesh, shape: spec})()

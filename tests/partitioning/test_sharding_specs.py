@@ -169,6 +169,8 @@ def test_specs_take_the_mesh_axis_with_as_many_devices_as_chunks():
     assert ChunkShardingSpec(0, ranks).to_partition_spec({'data': 12}, (24,)) == P('data')
 
 
+# What is refused.
+
 CHUNKS = ChunkShardingSpec(0, range(4))
 NO_PARTITION_SPEC = {
     'no axis of that size': (

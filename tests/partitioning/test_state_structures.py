@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from boxed_states import by_path
 
 from partitioning import PjitPartitioner, unbox
 
@@ -12,11 +13,6 @@ pytestmark = pytest.mark.core
 
 box = nn.LogicallyPartitioned
 ADAM = optax.adam(1e-3)
-
-
-def leaves_of(tree):
-    flat = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(p, simple=True, separator='/'): x for p, x in flat}
 
 
 def adam(params):
@@ -137,8 +133,8 @@ def test_structures(partitioner, structure):
     plan = partitioner.plan(init)
     shardings, arrays = plan.shardings, unbox(jax.eval_shape(init))
     assert jax.tree.structure(shardings) == jax.tree.structure(arrays)
-    for path, sharding in leaves_of(shardings).items():
-        if shape := leaves_of(arrays)[path].shape:
+    for path, sharding in by_path(shardings).items():
+        if shape := by_path(arrays)[path].shape:
             assert sharding.shard_shape(shape) == expected[key_in(path, expected)], path
 
 
@@ -178,7 +174,7 @@ def test_small_statistics_are_replicated_and_listed(partitioner):
     plan = partitioner.plan(lambda: normalized(jnp.zeros(40)))
     state = plan.init()
     expected = {'kernel': WIDE, 'bias': (20,), 'scale': (20,), 'mean': (40,), 'var': (40,)}
-    shards = {path: x.addressable_shards[0].data.shape for path, x in leaves_of(state).items()}
+    shards = {path: x.addressable_shards[0].data.shape for path, x in by_path(state).items()}
     assert {path.split('/')[-1]: shape for path, shape in shards.items()} == expected
     audit = plan.audit(state)
     replicated = {cost.row.path.split('/')[-1]: cost for cost in audit.replicated}

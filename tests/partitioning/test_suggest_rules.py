@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from boxed_states import by_path
 from flax import nnx
 from flax.training import train_state
 from jax.sharding import NamedSharding
@@ -44,10 +45,6 @@ def with_adam(parameters):
     return {'params': parameters, 'opt_state': jax.eval_shape(optax.adam(1e-3).init, parameters)}
 
 
-def leaves_of(tree):
-    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
-
-
 # The bytes of each device, for every model and mesh. JAX computes the shapes of the shards.
 
 REPLICATED = {  # arrays of more than 16 KiB of which 8 divides no dimension
@@ -63,14 +60,14 @@ def test_devices_hold_an_even_share(name, model):
     rules = suggest_rules(parameters)
     assert rules.matches.is_complete
     state, partitioner = with_adam(parameters), partitioner_of(rules, model)
-    specs = leaves_of(partitioner.get_mesh_axes(state))  # every rule is used, and sizes divide
+    specs = by_path(partitioner.get_mesh_axes(state))  # every rule is used, and sizes divide
     total = held = 0
     replicated = []
-    for path, x in leaves_of(state).items():
+    for path, x in by_path(state).items():
         shard = NamedSharding(partitioner.mesh, specs[path]).shard_shape(x.shape)
         total += x.size * 4
         held += math.prod(shard) * 4
-        if path.startswith("['params']") and shard == x.shape and 4 * x.size > 16 * 1024:
+        if path.startswith('params') and shard == x.shape and 4 * x.size > 16 * 1024:
             replicated.append(x.shape)
     assert held <= 1.1 * total / 8
     assert replicated == REPLICATED.get(name, [])
@@ -82,8 +79,8 @@ def test_rules_are_few_and_the_same_for_states(name):
     rules = suggest_rules(parameters)
     assert len(rules) <= 14
     state = with_adam(parameters)
-    same = leaves_of(partitioner_of(rules).get_logical_axes(state))
-    assert same == leaves_of(partitioner_of(suggest_rules(state)).get_logical_axes(state))
+    same = by_path(partitioner_of(rules).get_logical_axes(state))
+    assert same == by_path(partitioner_of(suggest_rules(state)).get_logical_axes(state))
 
 
 # The names, which the authors of these models would give to their arrays.

@@ -39,7 +39,7 @@ def test_devices_that_do_not_fill_their_box():
         get_mesh((2, 1, 1, 2), v3_4x4()[2:])
 
 
-# Several slices, each in T5X's order.
+# Parts of machines, and several slices.
 
 
 @pytest.mark.parametrize('submesh', [(3, 1, 1, 2), (8, 1, 1, 2), (4, 1, 1, 1)])

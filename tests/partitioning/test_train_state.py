@@ -231,6 +231,9 @@ def test_a_donated_state_is_updated_by_one_compiled_step(partitioner):
     np.testing.assert_allclose(kernel, by_hand(3)['kernel'][0], **CLOSE)
 
 
+# state_dict and restore_state.
+
+
 def changed(x):
     """Another array, whose elements all differ."""
     return x + 1 + jnp.arange(x.size, dtype=x.dtype).reshape(x.shape)
@@ -264,13 +267,6 @@ def test_restored(way, bytes_between):
     restored = unbox(made(way)).restore_state(held)
     assert_same(restored, saved)
     assert_same(restored.state_dict(), saved.state_dict())
-
-
-def test_restored_from_bytes_of_flax():
-    saved = trained('collections')
-    data = serialization.to_bytes(saved.state_dict())
-    held = serialization.from_bytes(made('collections').state_dict(), data)
-    assert_same(made('collections').restore_state(held), saved)
 
 
 @pytest.mark.parametrize('way', ['collections', 'boxes'])

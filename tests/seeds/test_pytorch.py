@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from boxed_states import by_path
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from mock_devices import mesh_of_processes
 
@@ -50,11 +51,6 @@ def arrays(shapes):
 def two_layers(params, x):
     x = jnp.maximum(x @ params['fc1']['weight'].T + params['fc1']['bias'], 0)
     return x @ params['fc2']['weight'].T + params['fc2']['bias']
-
-
-def by_path(tree):
-    flat = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(p, simple=True, separator='/'): x for p, x in flat}
 
 
 def specs(tree):

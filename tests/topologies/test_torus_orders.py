@@ -200,7 +200,7 @@ def test_small_machines_have_no_more_hops_than_with_the_fixed_order_of_jax(name,
     assert means == expected
 
 
-# Meshes that T5X refuses or gets wrong.
+# Axes over slices, and many chips.
 
 
 def test_a_model_axis_over_slices_works_as_the_error_message_suggests():
