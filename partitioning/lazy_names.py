@@ -19,9 +19,6 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
 
     Usage:
       __getattr__, __dir__ = attach(__name__)
-
-    Args:
-      package: the name of the package.
     """
     folder = Path(str(sys.modules[package].__file__)).parent
 

@@ -24,18 +24,7 @@ def local_to_global(
 ) -> Any:
     """Sharded global arrays from the rows that each process has read.
 
-    Args:
-      local_batch: a pytree of arrays [local rows, ...] with the rows of `DataLayout.row_indices`,
-        in their order. Other dimensions are whole, even if `spec` shards them.
-      mesh: the mesh.
-      spec: the mesh axes of the rows and of further dimensions.
-      batch_size: the number of rows of the global batch; by default, it follows from the number of
-        rows of this process. Pass it if there are several processes, because a process
-        does not know how many rows the others have.
-
-    Returns:
-      A pytree of jax.Arrays [batch_size, ...]. On CPU, they may share the memory of the numpy
-      arrays, so do not write to those again.
+    It is `BasePartitioner.to_global` for a mesh and a spec.
 
     Raises:
       ValueError: if an array does not have the rows of this process, if arrays differ in their
@@ -81,13 +70,7 @@ _check_layout = functools.lru_cache(maxsize=256)(check_layout)
 
 
 def global_to_local(global_batch: Any) -> Any:
-    """The rows of global arrays that this process holds; the inverse of `local_to_global`.
-
-    Args:
-      global_batch: a pytree of jax.Arrays [batch, ...] with any sharding.
-
-    Returns:
-      A pytree of numpy arrays [local rows, ...], in the order of the global rows.
+    """The rows of global arrays that this process holds, in the order of the global rows.
 
     Raises:
       ValueError: if this process holds only some columns of a row.

@@ -186,13 +186,7 @@ class DataLayout:
 def data_layout(
     mesh: Mesh, axes: str | Sequence[str], batch_size: int, process_index: int | None = None
 ) -> DataLayout:
-    """The part of a batch that a process reads.
-
-    Args:
-      mesh: the mesh.
-      axes: the mesh axes that the batch is sharded over, in order.
-      batch_size: the number of rows of the global batch.
-      process_index: the process that reads; by default this one.
+    """The part of a batch over these mesh axes that a process reads, by default this process.
 
     Raises:
       ValueError: if `batch_size` is not an integer >= 1 that divides into equal shards, if an axis

@@ -95,12 +95,7 @@ def _draw_squares(panel: Any, mesh: Mesh, places: np.ndarray, side: float, axis:
 
 
 def places_on_paper(mesh: Mesh) -> tuple[np.ndarray, float, list[tuple[float, float, str]]]:
-    """Returns where to draw devices and captions.
-
-    Returns:
-      The x and y of every device, of shape `(*mesh, 2)`; the ratio of a device's width to its
-      height; and the captions with their x and y.
-    """
+    """The x and y of every device, of shape `(*mesh, 2)`, and the rest as `arrange` returns it."""
     places, ratio, captions = arrange(find_placement(mesh))
     return places.reshape(*mesh.devices.shape, 2), ratio, captions
 
@@ -150,11 +145,8 @@ def mesh_picture(mesh: Mesh, *, color: bool = False) -> str:
 
     TPUs are at their x and y, with planes of equal z next to each other and slices below each
     other. On other machines, each row is a process. `3.1` is the device that is number 3 on the
-    first axis of more than one device, and number 1 on the second.
-
-    Args:
-      mesh: the mesh, of real or described devices.
-      color: whether to color each device by its position on the last axis, with escape codes.
+    first axis of more than one device, and number 1 on the second. With `color`, each device is
+    colored by its position on the last axis, with escape codes.
     """
     axes = [i for i, size in enumerate(mesh.devices.shape) if size > 1] or [0]
     positions = np.indices(mesh.devices.shape)[axes].reshape(len(axes), -1).T.tolist()

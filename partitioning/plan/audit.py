@@ -238,12 +238,9 @@ def audit_rows(
 
 
 def check_fixed_point(state: Any, shardings: Any) -> None:
-    """Checks that the arrays of a state are laid out by these shardings.
+    """Checks that the arrays of a state are laid out by these shardings; see `Plan.check`.
 
-    Args:
-      state: a pytree of arrays.
-      shardings: Shardings, a tree of the same structure or a prefix of it. Static fields, such as
-        the optimizer in Flax's TrainState, may differ.
+    Static fields, such as the optimizer in Flax's TrainState, may differ.
 
     Raises:
       ValueError: with the path of the first array that is laid out differently; from jax, if the

@@ -232,10 +232,7 @@ def build_plan(
 def lint(rules: RuleSet, mesh: MeshLike, state: Any = None) -> tuple[Finding, ...]:
     """Everything that is wrong or suspicious, errors first, even if there is no valid plan.
 
-    Args:
-      rules: the rules.
-      mesh: the mesh, or the sizes of its axes.
-      state: a train state with names, abstract or not; by default only the rules are examined.
+    Without a state, only the rules are examined.
     """
     findings: list[Finding] = []
 

@@ -16,13 +16,7 @@ _COMPARED = ('shape', 'dtype', 'role', 'spec', 'shard_shape', 'bytes_total', 'by
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """An array that two plans lay out differently.
-
-    Attributes:
-      path: the path of the array.
-      before: its row in the first plan.
-      after: its row in the second plan.
-    """
+    """An array that two plans lay out differently."""
 
     path: str
     before: PlanRow

@@ -71,15 +71,11 @@ PRODUCTS = frozenset({'dot_general', 'ragged_dot_general', 'conv_general_dilated
 
 
 def count_flops(function: Any, *args: Any) -> float:
-    """Counts the FLOPs of all matrix products and convolutions of a function.
+    """Counts the FLOPs of all matrix products and convolutions of a function of arrays.
 
     Bodies of loops with a known length count once per iteration, which XLA's own cost analysis
     does not do. The bodies of `while` loops count once. Of a `cond`, the most expensive branch
-    counts.
-
-    Args:
-      function: any function of arrays.
-      *args: its arguments, or their ShapeDtypeStructs.
+    counts. The arguments can be ShapeDtypeStructs.
     """
     return count_jaxpr_flops(jax.make_jaxpr(function)(*args).jaxpr)
 
@@ -132,12 +128,8 @@ def product_flops(
     """Returns the FLOPs of a product or convolution: two for each element and each summand.
 
     In a product whose rows are of several groups, each row meets the matrix of its group only. All
-    rows count, no matter how many rows each group has.
-
-    Args:
-      name: the name of the primitive, one of `PRODUCTS`.
-      params: its parameters.
-      lhs, rhs, result: the shapes of the operands and of the result, of whole arrays or of shards.
+    rows count, no matter how many rows each group has. The name is one of `PRODUCTS`, and the
+    shapes belong to whole arrays or to shards.
     """
     if name == 'dot_general':
         (contracted, _), _ = params['dimension_numbers']

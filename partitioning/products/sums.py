@@ -113,10 +113,7 @@ def find_rounds(mesh: Mesh | AbstractMesh) -> Mapping[str, Rounds]:
     libtpu 0.0.52 compiles a reduce-scatter over all chips of a slice as an all-reduce, which moves
     twice the bytes. (It does not for 2 x 4 chips, and not for 4.) Two reduce-scatters, over all
     dimensions of the slice but one and then over the last, stay what they are. Together they move
-    the bytes of a single one.
-
-    Args:
-      mesh: the mesh. An AbstractMesh has no devices, so it needs no rounds.
+    the bytes of a single one. An AbstractMesh has no devices, so it needs no rounds.
     """
     if isinstance(mesh, AbstractMesh) or not has_coords(mesh.devices.flat[0]):
         return {}

@@ -101,9 +101,7 @@ class Argument(NamedTuple):
     def pairs(self, *, static_fields: bool = False) -> Iterator[tuple[KeyPath, Any, Any]]:
         """The path of each array in the argument, its sharding, and the array.
 
-        Args:
-          static_fields: whether the static fields of the entry and the argument must be equal. By
-            default they do not count, because partitioned functions adapt them.
+        By default, static fields may differ, because partitioned functions adapt them.
 
         Raises:
           TreeMismatchError: where the structures differ.
@@ -140,11 +138,8 @@ def find_boundary(settings: PartitionSettings, mesh: Mesh) -> Boundary:
 def to_shardings(resources: Any, mesh: Mesh, *, allow_unconstrained: bool = False) -> Any:
     """The shardings on `mesh` of a pytree of PartitionSpecs, Shardings or None, which replicates.
 
-    Args:
-      resources: the pytree.
-      mesh: the mesh.
-      allow_unconstrained: whether a spec may have UNCONSTRAINED dimensions. It becomes None, with
-        which jax.jit keeps or chooses the layout; `lay_out_inside` applies the rest of the spec.
+    If it is allowed, a spec with UNCONSTRAINED dimensions becomes None, with which jax.jit keeps or
+    chooses the layout; `lay_out_inside` applies the rest of the spec.
 
     Raises:
       ValueError: if a leaf is anything else, or if the mesh cannot have a spec.
@@ -213,12 +208,9 @@ def _without_mesh(resources: Any) -> Any:
 
 
 def check_donation(boundary: Boundary, args: Sequence[Any]) -> None:
-    """Checks that donated arguments exist, and that none of their arrays appears twice.
+    """Raises ValueError if a donated array was deleted, or if an array appears twice.
 
-    Some versions of XLA crash if they do not.
-
-    Raises:
-      ValueError: with the first array that was deleted or that appears twice.
+    Some versions of XLA crash on both.
     """
     if not boundary.donated:
         return

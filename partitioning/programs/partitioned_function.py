@@ -35,11 +35,8 @@ class PartitionedFunction(PjittedFnWithContext):
     default backend; for another one, write `trace(...).lower(lowering_platforms=('tpu',))`. Calls
     raise ValueError.
 
-    Args:
-      settings: the arguments of `partition`.
-      mesh: the mesh.
-      rules: rules for the linen models and `constrain` calls inside.
-      gradient_rules: the rules by which `multiply` scatters gradients, if they differ.
+    The rules are for the linen models and `constrain` calls inside. If gradients have other rules,
+    `multiply` scatters them by these.
 
     Attributes:
       settings: what `partition` was called with, to partition the function again.

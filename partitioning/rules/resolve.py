@@ -318,11 +318,10 @@ def drop_axes_of_names(
 ) -> tuple[tuple[Any, ...], AxisRules]:
     """Names and rules that resolve to what the given ones resolve to, without some mesh axes.
 
-    The given rules are resolved with all mesh axes, because a Manual axis is still taken: the same
-    rules win inside a shard_map and outside.
-
-    The result has the names without the dropped axes, which the mesh still has, and one rule per
-    logical name, with the same policies. It raises what `resolve_axes` raises.
+    The given rules are resolved with all axes of the mesh, because a Manual axis is still taken:
+    the same rules win inside a shard_map and outside. The result has the names without the dropped
+    axes, and one rule per logical name, with the same policies. It raises what `resolve_axes`
+    raises.
     """
     resolved = resolve_axes(names, rules, mesh=mesh)
     left = [(d.name, _without(d.mesh_axes, dropped)) for d in resolved if isinstance(d.name, str)]

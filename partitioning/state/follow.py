@@ -52,10 +52,6 @@ class Parameters:
     def follow(self, path: Path, shape: tuple[int, ...]) -> tuple[Parameter | None, Dims]:
         """Finds the parameter that a leaf belongs to, and matches the dimensions of both.
 
-        Args:
-          path: the path of the leaf.
-          shape: its shape.
-
         Returns:
           The parameter, or None if the leaf belongs to none; and for each dimension of the leaf
           the index of the matching dimension of the parameter, or None.

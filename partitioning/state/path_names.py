@@ -117,8 +117,9 @@ def replicating_rules(
 
 def check_all_used(arrays: Mapping[Path, Texts], rules: PathRules, used: Collection[int]) -> None:
     """Raises ValueError if a path rule is not used."""
-    for pattern in [pattern for index, (pattern, _) in enumerate(rules) if index not in used]:
-        raise ValueError(f'path rule {pattern!r} is never used: {why_unused(pattern, arrays)}')
+    for index, (pattern, _) in enumerate(rules):
+        if index not in used:
+            raise ValueError(f'path rule {pattern!r} is never used: {why_unused(pattern, arrays)}')
 
 
 def why_unused(pattern: str, arrays: Mapping[Path, Texts], how: How = 'fullmatch') -> str:

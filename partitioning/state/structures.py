@@ -47,13 +47,9 @@ def pair_leaves(
 ) -> Iterator[tuple[KeyPath, Any, Any]]:
     """Yields the path of each leaf of `second`, the leaf of `first` for it, and the leaf itself.
 
-    Args:
-      first: a pytree. With `prefix`, None is a leaf in it.
-      second: a pytree of the same structure.
-      prefix: whether a leaf of `first` may stand for a whole tree in `second`.
-      static_fields: whether the static fields of the nodes must be equal too. Differences between
-        children come first.
-      path: the path of both trees, for the messages.
+    With `prefix`, None is a leaf in `first`, and a leaf of it may stand for a whole tree in
+    `second`. With `static_fields`, the static fields of the nodes must be equal too; differences
+    between children come first. The paths begin with `path`.
 
     Raises:
       TreeMismatchError: at the first place where the structures differ.

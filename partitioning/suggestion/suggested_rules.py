@@ -212,12 +212,10 @@ class _Found(NamedTuple):
 def make_path_rules(
     names: Mapping[str, Names | None], general: Collection[Names] = ()
 ) -> list[tuple[str, Names]]:
-    """Path rules that give each array its names.
+    """Path rules that give each array its names; None are names that no rule may match.
 
-    Args:
-      names: for each path the names of the array, or None if no rule may match the path.
-      general: the names that a rule may give to everything that earlier rules leave, such as all
-        arrays that are called 'bias'.
+    Names that are `general` may be given to everything that earlier rules leave, such as all arrays
+    that are called 'bias'.
 
     Returns:
       (regular expression, names) pairs for `re.fullmatch`; the first that matches wins, in
