@@ -17,7 +17,12 @@ from partitioning.programs.contexts import PjittedFnWithContext, in_context
 from partitioning.programs.inner_layouts import auto_where_needed, lay_out_inside
 from partitioning.programs.trace_log import TraceLog, observe
 from partitioning.rules import LogicalAxisRules, check_has_devices
-from partitioning.state.structures import has_structure_of, like, with_static_fields
+from partitioning.state.structures import (
+    has_structure_of,
+    like,
+    match_by_path,
+    with_static_fields,
+)
 
 
 class PartitionedFunction(PjittedFnWithContext):
@@ -228,7 +233,7 @@ class PartitionedFunction(PjittedFnWithContext):
         if adapted is None:
             if returned is None or has_structure_of(out_shardings, returned):
                 return False
-            if like(out_shardings, returned) is None:
+            if match_by_path(out_shardings, returned, types=True) is None:
                 return False
             # The result differs, and does so in every trace. An inner jit keeps one of them.
             self.trace_log.count -= 1  # nothing was compiled

@@ -43,13 +43,14 @@ def pair_leaves(
     *,
     prefix: bool = False,
     static_fields: bool = True,
+    types: bool = True,
     path: KeyPath = (),
 ) -> Iterator[tuple[KeyPath, Any, Any]]:
     """Yields the path of each leaf of `second`, the leaf of `first` for it, and the leaf itself.
 
     With `prefix`, None is a leaf in `first`, and a leaf of it may stand for a whole tree in
-    `second`. With `static_fields`, the static fields of the nodes must be equal too; differences
-    between children come first. The paths begin with `path`.
+    `second`. With `static_fields` and `types`, the static fields and the types of the nodes must be
+    equal too; differences between children come first. The paths begin with `path`.
 
     Raises:
       TreeMismatchError: at the first place where the structures differ.
@@ -61,13 +62,12 @@ def pair_leaves(
         for below, leaf in jax.tree_util.tree_leaves_with_path(second):
             yield (*path, *below), first, leaf
         return
-    if ours is None or theirs is None or type(first) is not type(second):
+    if ours is None or theirs is None or (types and type(first) is not type(second)):
         raise TreeMismatchError(path, _describe(first), _describe(second))
     _check_keys(path, first, second, ours, theirs)
-    for key, child in ours.items():
-        yield from pair_leaves(
-            child, theirs[key], prefix=prefix, static_fields=static_fields, path=(*path, key)
-        )
+    how: Any = {'prefix': prefix, 'static_fields': static_fields, 'types': types}
+    for key, child in theirs.items():
+        yield from pair_leaves(ours[key], child, path=(*path, key), **how)
     if static_fields and _one_level(first) != _one_level(second):
         raise TreeMismatchError(path, *_describe_static_fields(first, second))
 
@@ -135,14 +135,15 @@ def has_structure_of(prefix: Any, tree: Any) -> bool:
     return True
 
 
-def match_by_path(prefix: Any, tree: Any) -> list[Any] | None:
+def match_by_path(prefix: Any, tree: Any, *, types: bool = False) -> list[Any] | None:
     """The leaf of `prefix` that belongs to each leaf of a tree, in the order of the tree.
 
     It is None if `prefix`, in which None is a leaf, is not a prefix of the tree. Static fields may
-    differ.
+    differ, and the types of nodes too, unless `types` is True.
     """
+    pairs = pair_leaves(prefix, tree, prefix=True, static_fields=False, types=types)
     try:
-        return [x for _, x, _ in pair_leaves(prefix, tree, prefix=True, static_fields=False)]
+        return [leaf for _, leaf, _ in pairs]
     except TreeMismatchError:
         return None
 
