@@ -288,15 +288,9 @@ _PARTS = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)
 _CUBE = 4
 _MOST_CUBES = {'v4': 64, 'v5p': 140, 'tpu7x': 144}
 # Compute Engine: the chip, and the GPUs of a host.
-_GPU_HOSTS = {
-    'a2-ultragpu-1g': ('a100', 1),
-    'a2-ultragpu-2g': ('a100', 2),
-    'a2-ultragpu-4g': ('a100', 4),
-    'a2-ultragpu-8g': ('a100', 8),
-    'a3-highgpu-1g': ('h100', 1),
-    'a3-highgpu-2g': ('h100', 2),
-    'a3-highgpu-4g': ('h100', 4),
-    'a3-highgpu-8g': ('h100', 8),
+_GPU_HOSTS = {f'a2-ultragpu-{n}g': ('a100', n) for n in (1, 2, 4, 8)}
+_GPU_HOSTS |= {f'a3-highgpu-{n}g': ('h100', n) for n in (1, 2, 4, 8)}
+_GPU_HOSTS |= {
     'a3-megagpu-8g': ('h100', 8),
     'a3-ultragpu-8g': ('h200', 8),
     'a4-highgpu-8g': ('b200', 8),

@@ -12,7 +12,7 @@ from partitioning.mesh.aliases import (
 from partitioning.mesh.config import (
     MeshConfig as MeshConfig,
 )
-from partitioning.mesh.rings import (
+from partitioning.mesh.order import (
     AxisRing as AxisRing,
     Placement as Placement,
     axis_rings as axis_rings,

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from partitioning.hardware import describe_topology
 from partitioning.mesh.config import MeshConfig
-from partitioning.mesh.rings import mesh_table
+from partitioning.mesh.order import mesh_table
 from partitioning.pictures.mesh_drawing import draw_mesh, mesh_picture
 from partitioning.untrusted_text import printable
 

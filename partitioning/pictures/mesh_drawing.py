@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from partitioning.mesh.rings import Placement, axis_rings, find_placement
+from partitioning.mesh.order import Placement, axis_rings, find_placement
 from partitioning.pictures.figures import new_figure
 from partitioning.pictures.shards import is_dark, shade
 

@@ -219,9 +219,9 @@ def build_plan(
         return lay_out_state(state, rules.layout, rules, mesh, report)
     replicate = rules.rules.on_unmatched == 'replicate'
     try:
-        # The policy replicates arrays without names.
-        ignore = lambda path, problem: None  # noqa: E731
-        tree = walk(state, rules.overrides, ignore if replicate else report, said=said)
+        # Under 'replicate', arrays without names are no problem.
+        of_walk = (lambda path, problem: None) if replicate else report
+        tree = walk(state, rules.overrides, of_walk, said=said)
     except NoNamesError:
         if not replicate:
             raise

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from partitioning.compat.autodist.compression import is_compression_state
 from partitioning.compat.autodist.planners import AutoDistPlanner
@@ -96,8 +96,10 @@ class VariablePartitioner:
         self._check_settings(config, bool(errors))
         plan = impose_plan(self._resolve(params, config), held, self.mesh)
         plan = self._split_errors(plan, errors)
-        # What is held may be an nnx variable, which is a tree.
-        place = lambda sharding, below: jax.tree.map(lambda x: placed(x, sharding), below)  # noqa: E731
+
+        def place(sharding: NamedSharding, below: Any) -> Any:  # an array, or an nnx variable
+            return jax.tree.map(lambda x: placed(x, sharding), below)
+
         return jax.tree.map(place, plan.shardings, held), plan
 
     def _resolve(self, params: Any, config: Any) -> Plan:
