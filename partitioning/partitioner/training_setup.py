@@ -162,7 +162,7 @@ class TrainingSetup(NamedTuple):
 class Step(PjittedFnWithContext):
     """A partitioned step whose calls return what the step of the user returns.
 
-    It needs the first arguments; the names of those that may follow are `optional`.
+    `needed` is the number of arguments that a call must have, and `optional` names further ones.
     """
 
     def __init__(self, pairs: PartitionedCallable, mesh: Mesh, needed: int, optional: list[str]):

@@ -210,7 +210,9 @@ def _are_stacked(shapes: Mapping[str, Shape], dim: int) -> bool:
 def build_plan(
     state: Any, rules: RuleSet, mesh: MeshLike, report: Report = raise_problem, said: Any = None
 ) -> Plan:
-    """Applies rules to a train state, in one walk over it; `said` are its logical axes, if given.
+    """Applies rules to a train state, in one walk over it.
+
+    The state itself determines its logical axes, unless they are `said`.
 
     Raises:
       ValueError: with the path of the first array whose layout the rules do not decide.

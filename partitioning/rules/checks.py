@@ -118,7 +118,7 @@ def check_axes(axes: Iterable[str], mesh: MeshLike, where: str) -> None:
 def check_spec(
     spec: PartitionSpec, mesh: MeshLike, where: str, shape: Sequence[int] | None = None
 ) -> None:
-    """Raises ValueError for a spec that no array on the mesh can have, and none of this shape.
+    """Raises ValueError for a spec that no array on the mesh can have; a shape limits its rank.
 
     `where` is the subject of the message, such as the path of the array.
     """

@@ -250,7 +250,7 @@ def dimension_axes(spec: PartitionSpec, rank: int) -> tuple[Any, ...]:
 
 
 def fill_unconstrained(spec: PartitionSpec, now: Sequence[Any]) -> PartitionSpec:
-    """A spec whose unconstrained dimensions keep the axes `now` that no other dimension takes."""
+    """A spec whose unconstrained dimensions keep their axes, if no other dimension takes them."""
     free = PartitionSpec.UNCONSTRAINED
     if free not in tuple(spec):
         return spec

@@ -62,7 +62,7 @@ def static_problems(boundary: Boundary, args: Sequence[Any]) -> Iterator[str]:
 
 
 def value_problems(name: str, index: int | None, value: Any, abstract: bool) -> Iterator[str]:
-    """Every leaf of an argument must be a number or an array, or `abstract` if that is allowed."""
+    """Every leaf must be a number or an array; a ShapeDtypeStruct only if the call is abstract."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(value):
         where = f'{name}{jax.tree_util.keystr(path)}'
         if isinstance(leaf, jax.ShapeDtypeStruct):
