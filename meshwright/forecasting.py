@@ -53,7 +53,8 @@ from meshwright.program.program_text import read_text
 from meshwright.report.forecasts import Compilation, Forecast, MemoryForecast, Replicated
 from meshwright.report.plain_values import map_texts
 from meshwright.time import Work, estimate_step_time, estimate_work, read_work
-from meshwright.time.kernels import count_device_flops
+from meshwright.time.kernels import count_device_flops, find_kernel_work
+from meshwright.time.work import KernelWork
 from meshwright.user_lines import shorten_sources
 from partitioning.hardware import OptionValue, check_flags, parse_topology
 from partitioning.mesh import axis_rings, find_placement
@@ -182,10 +183,11 @@ def _assemble(
     """The forecast of a program, without suggested changes and compilation figures."""
     costs = _read(program, target)
     mesh, jaxpr = target.mesh, program.traced.jaxpr
-    model_flops, program_flops = count_device_flops(jaxpr, mesh.size)
+    kernels = find_kernel_work(jaxpr)
+    model_flops, program_flops = count_device_flops(jaxpr, mesh.size, kernels)
     laid_out = lay_out_trace(program.traced, call.args, mesh, target.slices or None)
     estimate = estimate_memory(laid_out, target.chip)
-    work = _find_work(program, target, costs, laid_out)
+    work = _find_work(program, target, costs, laid_out, kernels)
     if explain:
         collectives, buffers = _explain(call, target, program, costs, held, estimate)
     else:
@@ -318,7 +320,11 @@ def _replicated(held: Sequence[HeldArray], mesh: Mesh) -> tuple[Replicated, ...]
 
 
 def _find_work(
-    program: Program, target: Target, costs: ProgramCosts | None, laid_out: TracedProgram
+    program: Program,
+    target: Target,
+    costs: ProgramCosts | None,
+    laid_out: TracedProgram,
+    kernels: Sequence[KernelWork],
 ) -> Work | None:
     """The work of a device, from the compiled program, or by formula if nothing was compiled.
 
@@ -327,5 +333,5 @@ def _find_work(
     if target.chip is None or target.is_stand_in or program.out_of_memory is not None:
         return None
     if costs is None:
-        return estimate_work(laid_out, target.chip)
-    return read_work(costs, program.traced.jaxpr, target.mesh.size)
+        return estimate_work(laid_out, target.chip, kernels)
+    return read_work(costs, program.traced.jaxpr, target.mesh.size, kernels)

@@ -24,7 +24,7 @@ _LIBRARIES = (
     'absl',
 )
 _IN_LIBRARY = re.compile(rf'/(?:site|dist)-packages/(?:{"|".join(_LIBRARIES)})/')
-_OF_JAX = re.compile(r'/(?:site|dist)-packages/(?:jax|jaxlib)/')
+_IN_JAX = re.compile(r'/(?:site|dist)-packages/(?:jax|jaxlib)/')
 _ROOT = f'{Path(__file__).parents[1]}/'
 _PLUMBING = (f'{_ROOT}meshwright/', f'{_ROOT}partitioning/')
 _ABSOLUTE = re.compile(r'/[^\s:]+\.py:\d+')
@@ -48,10 +48,8 @@ def stack_of_traceback(traceback: Any) -> tuple[str, ...]:
 
     The frames of jax are left out, as XLA leaves them out of the text of a program.
     """
-    if traceback is None:
-        return ()
-    places = (f'{frame.file_name}:{frame.line_num}' for frame in traceback.frames)
-    return tuple(place for place in places if not _OF_JAX.search(place))
+    frames = () if traceback is None else traceback.frames
+    return tuple(f'{f.file_name}:{f.line_num}' for f in frames if not _IN_JAX.search(f.file_name))
 
 
 def short_source(source: str) -> str:

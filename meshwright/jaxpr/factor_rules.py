@@ -27,14 +27,23 @@ Shape = tuple[int, ...]
 
 
 def find_factors(step: Step) -> Factors:
-    """Returns the factors of a step."""
-    rule = _RULES.get(step.name)
-    if rule is not None:
-        return rule(step)
-    given, results = _shapes(step)
-    largest = _largest(step)
-    known = step.name in ELEMENTWISE or all(s in ((), largest) for s in (*given, *results))
-    return dataclasses.replace(_by_position(step, largest), known=known)
+    """Returns the factors of a step. They depend on shapes only, and are found once."""
+    if step.factors is None:
+        step.factors = _RULES.get(step.name, _elementwise)(step)
+    return step.factors
+
+
+def _elementwise(step: Step) -> Factors:
+    """Relates arrays of one shape, and scalars; others as far as positions and sizes agree."""
+    (given, results), largest = _shapes(step), _largest(step)
+    if any(shape not in ((), largest) for shape in (*given, *results)):
+        known = step.name in ELEMENTWISE
+        return dataclasses.replace(_by_position(step, largest), known=known)
+    table = Table()
+    dims = table.all(largest)
+    return table.relate(
+        [dims if shape else () for shape in given], [dims if shape else () for shape in results]
+    )
 
 
 def _shapes(step: Step) -> tuple[list[Shape], list[Shape]]:

@@ -57,7 +57,9 @@ class Table:
 
     def all(self, shape: Sequence[int]) -> tuple[Dimension, ...]:
         """A new factor for each dimension of a shape."""
-        return tuple(self.add(n) for n in shape)
+        first = len(self._sizes)
+        self._sizes += shape
+        return tuple((factor,) for factor in range(first, len(self._sizes)))
 
     def relate(
         self,

@@ -45,14 +45,14 @@ class Fusion:
         self._fuses_products = fuses_products
         self._readers: dict[int, list[Step]] = collections.defaultdict(list)
         self._maker: dict[int, Step] = {}
-        self._viewed: dict[int, Value] = {}
+        self._base: dict[int, Value] = {}
         self._in_memory: dict[int, bool] = {}
         self._roots: dict[int, tuple[Value, ...]] = {}
         for step in block.steps:
             for value in step.outputs:
                 self._maker[id(value)] = step
             if step.name in VIEWS:
-                self._viewed[id(step.outputs[0])] = step.inputs[0]
+                self._base[id(step.outputs[0])] = self.base(step.inputs[0])
         self._returned = {id(self.base(value)) for value in block.outputs}
         for step in block.steps:
             if step.name not in VIEWS:
@@ -63,9 +63,7 @@ class Fusion:
 
     def base(self, value: Value) -> Value:
         """The array that another one is a view of."""
-        while id(value) in self._viewed:
-            value = self._viewed[id(value)]
-        return value
+        return self._base.get(id(value), value)
 
     def maker(self, value: Value) -> Step | None:
         """The step that makes an array, or None for what the block is given."""
@@ -117,20 +115,14 @@ class Fusion:
         """The arrays in memory that are read to compute arrays."""
         found: dict[int, Value] = {}
         for value in values:
-            for root in self._roots_of(self.base(value)):
-                found[id(root)] = root
+            base = self._base.get(id(value), value)
+            if (roots := self._roots.get(id(base))) is None:
+                maker = self._maker.get(id(base))
+                inside = maker is not None and not self.in_memory(base)
+                roots = self.roots(maker.inputs) if maker and inside else (base,)
+                self._roots[id(base)] = roots
+            found |= {id(root): root for root in roots}
         return tuple(found.values())
-
-    def _roots_of(self, value: Value) -> tuple[Value, ...]:
-        known = self._roots.get(id(value))
-        if known is None:
-            maker = self._maker.get(id(value))
-            if maker is None or self.in_memory(value):
-                known = (value,)
-            else:
-                known = self.roots(maker.inputs)
-            self._roots[id(value)] = known
-        return known
 
 
 def _fuses(reader: Step) -> bool:

@@ -206,7 +206,7 @@ def plan_moves(
 
 
 def _same(a: Sequence[Axes | None], b: Sequence[Axes | None]) -> bool:
-    return all(set(x or ()) == set(y or ()) for x, y in zip(a, b, strict=True))
+    return [*a] == [*b] or all(set(x or ()) == set(y or ()) for x, y in zip(a, b, strict=True))
 
 
 def _between(kind: str, axes: Axes, source: Value, target: Value, step: Step) -> Step:

@@ -72,7 +72,6 @@ class _Sweeps:
 
     def __init__(self, sizes: Mapping[str, int]):
         self._sizes = sizes
-        self._factors: dict[int, Factors] = {}
         self._seen: dict[int, list[list[Axes | None]]] = {}
 
     def sweep(self, block: Block, everything: bool, *, forward: bool) -> bool:
@@ -93,9 +92,7 @@ class _Sweeps:
         before = [list(value.axes) for value in (*step.inputs, *step.outputs)]
         if self._seen.get(id(step)) == before:
             return False
-        if (found := self._factors.get(id(step))) is None:
-            found = self._factors[id(step)] = find_factors(step)
-        changed = _spread(step, found, self._sizes)
+        changed = _spread(step, find_factors(step), self._sizes)
         self._seen[id(step)] = [list(value.axes) for value in (*step.inputs, *step.outputs)]
         return changed
 
@@ -110,17 +107,17 @@ def divide(step: Step, factors: Factors, sizes: Mapping[str, int]) -> Division:
     orders: list[list[str]] = [[] for _ in factors.sizes]
     for value, array in _arrays(step, factors):
         for dim, axes in zip(array, value.axes, strict=True):
-            for factor, axis in _assign(dim, axes or (), factors.sizes, sizes):
+            for factor, axis in _assign(dim, axes, factors.sizes, sizes) if axes else ():
                 counts = votes.setdefault(axis, {})
                 counts[factor] = counts.get(factor, 0.0) + max(value.nbytes, 1)
                 if axis not in orders[factor]:
                     orders[factor].append(axis)
-    winner = {axis: _choose(axis, counts, step, factors) for axis, counts in votes.items()}
-    divided = tuple(
-        tuple(axis for axis in order if winner[axis] == factor)
-        for factor, order in enumerate(orders)
-    )
-    return Division(divided, factors)
+    for axis, counts in votes.items():
+        winner = _choose(axis, counts, step, factors)
+        for factor in counts:
+            if factor != winner:
+                orders[factor].remove(axis)
+    return Division(tuple(map(tuple, orders)), factors)
 
 
 def _choose(axis: str, votes: Mapping[int, float], step: Step, factors: Factors) -> int:
@@ -140,8 +137,8 @@ def _divides(axis: str, factor: int, value: Value, array: Sequence[Dimension]) -
 
 
 def _arrays(step: Step, factors: Factors) -> Iterator[tuple[Value, tuple[Dimension, ...]]]:
-    yield from zip(step.inputs, factors.inputs, strict=True)
-    yield from zip(step.outputs, factors.outputs, strict=True)
+    arrays = (*factors.inputs, *factors.outputs)
+    return zip((*step.inputs, *step.outputs), arrays, strict=True)
 
 
 def _assign(
@@ -190,14 +187,18 @@ def _tie(step: Step) -> bool:
     """Gives arrays inside and outside of a body the same layout where it is open."""
     changed = False
     for tie in ties(step):
-        outer, inner, first = tie.outer, tie.inner, int(tie.stacked)
-        for d in range(len(inner.shape)):
-            changed |= _adopt(inner, d, outer.axes[d + first])
-            changed |= _adopt(outer, d + first, inner.axes[d])
+        changed |= _agree(tie.inner, tie.outer, int(tie.stacked))
     for given, returned in carries(step):
-        for d in range(len(given.shape)):
-            changed |= _adopt(returned, d, given.axes[d])
-            changed |= _adopt(given, d, returned.axes[d])
+        changed |= _agree(given, returned)
+    return changed
+
+
+def _agree(inner: Value, outer: Value, first: int = 0) -> bool:
+    """The same for two arrays, where the dimensions of `outer` count from `first`."""
+    changed = False
+    for d, (own, other) in enumerate(zip(inner.axes, outer.axes[first:], strict=True)):
+        if own != other:
+            changed |= _adopt(inner, d, other) or _adopt(outer, d + first, own)
     return changed
 
 
@@ -220,8 +221,10 @@ def _tie_border(step: Step) -> bool:
 
 
 def _adopt(value: Value, d: int, axes: Axes | None) -> bool:
+    if not axes or value.fixed[d] or value.axes[d]:
+        return False
     used = {a for i, other in enumerate(value.axes) if i != d for a in other or ()} | value.manual
-    if not axes or value.fixed[d] or value.axes[d] or used & {*axes}:
+    if used & {*axes}:
         return False
     value.axes[d] = axes
     return True

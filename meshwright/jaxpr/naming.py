@@ -12,7 +12,7 @@ gradient of w. The update of w is computed from that gradient and w, element by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshwright.jaxpr.factor_rules import find_factors
@@ -132,28 +132,24 @@ class _Naming:
 
     def _name_results(self, step: Step) -> None:
         factors = find_factors(step)
-        is_backward = step.place.is_backward
-        if step.name in _PAIRING and not is_backward:
-            self._link_operands(step, factors)
-        # A scatter changes a part of its first operand, which the result therefore is.
-        known = step.inputs[:1] if step.name in SCATTERS else step.inputs
+        carriers = _carriers(factors, step.inputs)
+        contracted = tuple(_name_of((f,), carriers) for f in sorted(factors.summed))
+        if step.name in _PAIRING and not step.place.is_backward:
+            for paired in carriers:
+                for dim, _ in paired[:-1]:
+                    self.links.link(dim, paired[-1][0])
+        if step.name in SCATTERS:  # the result is the first operand, with a part changed
+            carriers = _carriers(factors, step.inputs[:1])
         for value, dims in zip(step.outputs, factors.outputs, strict=True):
             value.maker, value.place, value.operands = step, step.place, tuple(step.inputs)
-            value.dims = tuple(_name_of(dim, factors, known) for dim in dims)
+            value.contracted = contracted
+            value.dims = tuple(_name_of(dim, carriers) for dim in dims)
             if value.size == 1:
                 value.dims = (None,) * len(value.shape)
-            summed = sorted(factors.summed)
-            value.contracted = tuple(_name_of((f,), factors, step.inputs) for f in summed)
             self._identify(value, step)
             if step.name in CONSTRAINTS:
                 self._constrain(value, step)
         self.values += step.outputs
-
-    def _link_operands(self, step: Step, factors: Factors) -> None:
-        for factor in range(len(factors.sizes)):
-            paired = [dim for dim, _ in _carriers(factor, factors, step.inputs)]
-            for dim in paired[:-1]:
-                self.links.link(dim, paired[-1])
 
     def _identify(self, value: Value, step: Step) -> None:
         """Records which argument, gradient or update a value is, from its operands."""
@@ -226,17 +222,19 @@ def better(one: Dim | None, other: Dim | None) -> Dim | None:
     return one
 
 
-def _carriers(
-    factor: int, factors: Factors, inputs: Sequence[Value]
-) -> Iterator[tuple[Dim | None, bool]]:
-    """The dimensions of operands that have a factor, and whether it is their major one."""
+def _carriers(factors: Factors, inputs: Sequence[Value]) -> list[list[tuple[Dim | None, bool]]]:
+    """For each factor, the dimensions of operands that have it, and whether it is the major one."""
+    found: list[list[tuple[Dim | None, bool]]] = [[] for _ in factors.sizes]
     for value, array in zip(inputs, factors.inputs, strict=False):
         for dim, own in zip(value.dims, array, strict=True):
-            if factor in own:
-                yield dim, own[0] == factor
+            for factor in own:
+                found[factor].append((dim, factor == own[0]))
+    return found
 
 
-def _name_of(dimension: Dimension, factors: Factors, inputs: Sequence[Value]) -> Dim | None:
+def _name_of(
+    dimension: Dimension, carriers: Sequence[Sequence[tuple[Dim | None, bool]]]
+) -> Dim | None:
     """What the operands know of a dimension of a result.
 
     Of several dimensions that are merged, the first one with a name counts. Of a dimension that is
@@ -245,13 +243,15 @@ def _name_of(dimension: Dimension, factors: Factors, inputs: Sequence[Value]) ->
     merged: list[Dim] = []
     for number, factor in enumerate(dimension):
         found: Dim | None = None
-        for dim, is_major in _carriers(factor, factors, inputs):
+        for dim, is_major in carriers[factor]:
             if is_major:
                 found = better(found, dim)
             elif number == 0:
                 return None
         merged += [] if found is None else [found]
-    return next((dim for dim in merged if dim.name), merged[0] if merged else None)
+    if len(merged) < 2:
+        return merged[0] if merged else None
+    return next((dim for dim in merged if dim.name), merged[0])
 
 
 def _copy(source: Value, target: Value, first: int = 0) -> None:

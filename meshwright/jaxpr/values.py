@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import source_info_util
 
+from meshwright.jaxpr.factors import Factors
 from meshwright.user_lines import stack_of_traceback
 from partitioning.products.flops import count_scan_arguments
 
@@ -219,6 +220,7 @@ class Step:
       bodies: the blocks that it runs: the body of a loop, or the branches of a `cond`.
       times: how often it runs them.
       place: where it is in the program.
+      factors: how the dimensions of its arrays are related, once `find_factors` has found it.
     """
 
     name: str
@@ -228,6 +230,7 @@ class Step:
     bodies: tuple[Block, ...] = ()
     times: int = 1
     place: Place = Place()
+    factors: Factors | None = None
 
     @property
     def op_name(self) -> str:

@@ -28,8 +28,6 @@ from meshwright.jaxpr.values import (
 )
 from partitioning.products.flops import count_runs, open_jaxpr
 
-# The parameters that hold the body of a primitive that calls a function once.
-_CALLED = ('jaxpr', 'call_jaxpr', 'fun_jaxpr')
 _NOT_CALLS = {'scan', 'while', 'cond', 'shard_map', 'pallas_call', 'custom_partitioning'}
 
 
@@ -120,7 +118,7 @@ class _Writer:
         place = self._place_of(equation)
         if name == 'shard_map':
             return self._shard_map(equation, given, steps, place)
-        called = next((params[key] for key in _CALLED if key in params), None)
+        called = params.get('jaxpr', params.get('call_jaxpr', params.get('fun_jaxpr')))
         if called is not None and name not in _NOT_CALLS:
             inner, consts = open_jaxpr(called)
             if len(inner.invars) == len(given):
@@ -135,17 +133,17 @@ class _Writer:
             for one, other in zip(given, outputs, strict=True):
                 steps.append(Step(name, params, [one], [other], place=place))
             return outputs
-        inside = self._at(place)
-        bodies: tuple[Block, ...] = ()
-        times = 1
+        jaxprs: Sequence[Any] = ()
         if name == 'scan':
-            bodies, times = (inside.block(params['jaxpr']),), count_runs(equation)
+            jaxprs = (params['jaxpr'],)
         elif name == 'while':
             # The condition is a comparison: only the body matters.
             given = given[params['cond_nconsts'] :]
-            bodies = (inside.block(params['body_jaxpr']),)
+            jaxprs = (params['body_jaxpr'],)
         elif name == 'cond':
-            bodies = tuple(map(inside.block, params['branches']))
+            jaxprs = params['branches']
+        bodies = tuple(self._at(place).block(body) for body in jaxprs)
+        times = count_runs(equation) if name == 'scan' else 1
         steps.append(Step(name, params, given, outputs, bodies, times, place))
         return outputs
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from meshwright.program.costs import ProgramCosts
 from meshwright.time.kernels import find_kernel_work
-from meshwright.time.work import Work
+from meshwright.time.work import KernelWork, Work
 from partitioning.hardware import CHIPS
 from partitioning.products.flops import count_jaxpr_flops
 
 
-def read_work(costs: ProgramCosts, jaxpr: Any, num_devices: int) -> Work:
+def read_work(
+    costs: ProgramCosts,
+    jaxpr: Any,
+    num_devices: int,
+    kernels: Sequence[KernelWork] | None = None,
+) -> Work:
     """Returns the work of a compiled program on each device.
 
     The compiler's estimates and exchanges are in its costs. The FLOPs of matrix products and of
@@ -22,6 +28,7 @@ def read_work(costs: ProgramCosts, jaxpr: Any, num_devices: int) -> Work:
       costs: the costs of the program, from `read_costs`.
       jaxpr: the ClosedJaxpr of the same function.
       num_devices: the number of devices, which share the FLOPs evenly.
+      kernels: its kernels, if they have been found already.
 
     Raises:
       ValueError: if the chip is not known.
@@ -45,7 +52,7 @@ def read_work(costs: ProgramCosts, jaxpr: Any, num_devices: int) -> Work:
         else None,
         other_seconds=(costs.cycles - matmul) / clock if clock and estimated else None,
         other_bytes=costs.device_bytes,
-        kernels=find_kernel_work(jaxpr),
+        kernels=tuple(find_kernel_work(jaxpr) if kernels is None else kernels),
         collectives=costs.collectives,
         host_bytes=costs.host_bytes,
     )

@@ -32,7 +32,9 @@ _HEADS_FIRST = 1  # jax's number of the layout (batch, heads, length, size) of c
 _SHARE_OF_UNKNOWN_MASKS = 0.5
 
 
-def count_device_flops(jaxpr: Any, num_devices: int) -> tuple[float, float]:
+def count_device_flops(
+    jaxpr: Any, num_devices: int, kernels: Sequence[KernelWork]
+) -> tuple[float, float]:
     """Counts the FLOPs of each device: for the model, and for the program.
 
     The first count is without recomputation. Kernels count without the blocks that their masks rule
@@ -42,16 +44,17 @@ def count_device_flops(jaxpr: Any, num_devices: int) -> tuple[float, float]:
     Args:
       jaxpr: the ClosedJaxpr of a function.
       num_devices: the number of devices, which share the FLOPs evenly.
+      kernels: what `find_kernel_work` finds in the function.
     """
-    kernels = sum(k.flops for k in find_kernel_work(jaxpr))
-    forward = sum(k.flops for k in find_kernel_work(jaxpr, backward=False))
-    needed = 3 * forward if kernels > forward else forward
+    in_kernels = sum(kernel.flops for kernel in kernels)
+    forward = sum(kernel.forward_flops for kernel in kernels)
+    needed = 3 * forward if in_kernels > forward else forward
     model = count_jaxpr_flops(jaxpr.jaxpr, kernels=False, recomputed=False)
     program = count_jaxpr_flops(jaxpr.jaxpr, kernels=False)
-    return model / num_devices + needed, program / num_devices + kernels
+    return model / num_devices + needed, program / num_devices + in_kernels
 
 
-def find_kernel_work(jaxpr: Any, *, backward: bool = True) -> tuple[KernelWork, ...]:
+def find_kernel_work(jaxpr: Any) -> tuple[KernelWork, ...]:
     """Finds the kernels of a function and what one device computes and moves in them.
 
     Kernels in a `shard_map` have the shapes of one device. Kernels outside count with the shapes
@@ -59,10 +62,9 @@ def find_kernel_work(jaxpr: Any, *, backward: bool = True) -> tuple[KernelWork, 
 
     Args:
       jaxpr: the ClosedJaxpr of a function, such as `traced.jaxpr`.
-      backward: whether to find the kernels of the backward pass, too.
     """
     block = write_out(jaxpr, with_unused=True)
-    _, kernels = _Search(backward).run(block, [None] * len(block.inputs))
+    _, kernels = _search(block, [None] * len(block.inputs))
     found: dict[str, list[KernelWork]] = collections.defaultdict(list)
     for kernel in kernels:
         found[kernel.name].append(kernel)
@@ -73,57 +75,52 @@ def find_kernel_work(jaxpr: Any, *, backward: bool = True) -> tuple[KernelWork, 
 _Outcome = tuple[Sequence[Any], list[KernelWork]]
 
 
-class _Search:
-    """A walk through steps that finds the kernels, with or without the backward pass's."""
+def _search(block: Block, given: Sequence[Any]) -> _Outcome:
+    """Walks through a block that runs once.
 
-    def __init__(self, backward: bool) -> None:
-        self._backward = backward
+    Args:
+      block: the steps.
+      given: its inputs, None for those that are not known.
+    """
+    known: dict[int, Any] = {id(v): x for v, x in zip(block.inputs, given, strict=True)}
 
-    def run(self, block: Block, given: Sequence[Any]) -> _Outcome:
-        """Walks through a block that runs once.
+    def read(value: Value) -> Any:
+        return known.get(id(value)) if value.constant is None else value.constant
 
-        Args:
-          block: the steps.
-          given: its inputs, None for those that are not known.
-        """
-        known: dict[int, Any] = {id(v): x for v, x in zip(block.inputs, given, strict=True)}
+    kernels: list[KernelWork] = []
+    for step in block.steps:
+        results, found = _search_step(step, [read(value) for value in step.inputs])
+        kernels += found
+        known |= {id(v): x for v, x in zip(step.outputs, results, strict=False)}
+    return [read(value) for value in block.outputs], kernels
 
-        def read(value: Value) -> Any:
-            return known.get(id(value)) if value.constant is None else value.constant
 
-        kernels: list[KernelWork] = []
-        for step in block.steps:
-            if self._backward or not _is_backward(step):
-                results, found = self._step(step, [read(value) for value in step.inputs])
-                kernels += found
-                known |= {id(v): x for v, x in zip(step.outputs, results, strict=False)}
-        return [read(value) for value in block.outputs], kernels
+def _search_step(step: Step, arguments: list[Any]) -> _Outcome:
+    if step.name == 'cond':
+        return _search(step.bodies[_choose_branch(step, arguments[0])], arguments[1:])
+    if step.bodies:
+        return (), _search_loop(step, arguments)
+    if _is_kernel(step):
+        return (), [_work_of(step, arguments)]
+    if step.is_border:  # a shard_map gives each device a part, unless an array is not sharded
+        is_whole = step.inputs[0].shape == step.outputs[0].shape
+        return (arguments if is_whole else ()), []
+    return evaluate(step, arguments), []
 
-    def _step(self, step: Step, arguments: list[Any]) -> _Outcome:
-        if step.name == 'cond':
-            return self.run(step.bodies[_choose_branch(step, arguments[0])], arguments[1:])
-        if step.bodies:
-            return (), self._loop(step, arguments)
-        if _is_kernel(step):
-            return (), [_work_of(step, arguments)]
-        if step.is_border:  # a shard_map gives each device a part, unless an array is not sharded
-            is_whole = step.inputs[0].shape == step.outputs[0].shape
-            return (arguments if is_whole else ()), []
-        return evaluate(step, arguments), []
 
-    def _loop(self, step: Step, arguments: Sequence[Any]) -> list[KernelWork]:
-        """A loop whose iterations differ only in a `cond` runs once for each iteration."""
-        (body,), (constants, carried) = step.bodies, loop_counts(step)
-        fixed = [*arguments[:constants], *[None] * carried]
-        rows = arguments[constants + carried :]
-        if not _chooses_kernels(body):
-            _, found = self.run(body, [*fixed, *[None] * len(rows)])
-            return [_add([kernel], times=step.times) for kernel in found]
-        return [
-            kernel
-            for i in range(step.times)
-            for kernel in self.run(body, [*fixed, *[x if x is None else x[i] for x in rows]])[1]
-        ]
+def _search_loop(step: Step, arguments: Sequence[Any]) -> list[KernelWork]:
+    """A loop whose iterations differ only in a `cond` runs once for each iteration."""
+    (body,), (constants, carried) = step.bodies, loop_counts(step)
+    fixed = [*arguments[:constants], *[None] * carried]
+    rows = arguments[constants + carried :]
+    if not _chooses_kernels(body):
+        _, found = _search(body, [*fixed, *[None] * len(rows)])
+        return [_add([kernel], times=step.times) for kernel in found]
+    return [
+        kernel
+        for i in range(step.times)
+        for kernel in _search(body, [*fixed, *[x if x is None else x[i] for x in rows]])[1]
+    ]
 
 
 def _choose_branch(step: Step, chosen: Any) -> int:
@@ -146,11 +143,6 @@ def _is_kernel(step: Step) -> bool:
     return step.name == 'pallas_call' or step.name.startswith('dot_product_attention_')
 
 
-def _is_backward(step: Step) -> bool:
-    """Whether the backward pass runs a step."""
-    return step.place.is_backward or RECOMPUTED in step.place.path
-
-
 def _work_of(step: Step, arguments: Sequence[Any]) -> KernelWork:
     name = step.name
     if name == 'pallas_call':
@@ -160,7 +152,10 @@ def _work_of(step: Step, arguments: Sequence[Any]) -> KernelWork:
     else:
         flops = _attention_flops(step)
     nbytes = sum(value.nbytes for value in (*step.inputs, *step.outputs))
-    return KernelWork(name=name, flops=flops, nbytes=nbytes, count=1)
+    is_backward = step.place.is_backward or RECOMPUTED in step.place.path
+    return KernelWork(
+        name=name, flops=flops, nbytes=nbytes, count=1, forward_flops=0 if is_backward else flops
+    )
 
 
 def _add(kernels: Sequence[KernelWork], times: int = 1) -> KernelWork:
@@ -170,6 +165,7 @@ def _add(kernels: Sequence[KernelWork], times: int = 1) -> KernelWork:
         flops=math.fsum(kernel.flops for kernel in kernels) * times,
         nbytes=math.fsum(kernel.nbytes for kernel in kernels) * times,
         count=sum(kernel.count for kernel in kernels) * times,
+        forward_flops=math.fsum(kernel.forward_flops for kernel in kernels) * times,
     )
 
 

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 
 from meshwright.jaxpr import TracedProgram, list_collectives
 from meshwright.jaxpr.fusion import IN_PLACE, VIEWS, Fusion
 from meshwright.jaxpr.implied_exchanges import KINDS, SLICE
 from meshwright.jaxpr.values import Block, Step, Value
 from meshwright.time.kernels import find_kernel_work
-from meshwright.time.work import Work
+from meshwright.time.work import KernelWork, Work
 from partitioning.hardware import Chip
 from partitioning.products.flops import PRODUCTS, product_flops
 
 _PARTIAL_READS = ('slice', 'dynamic_slice', 'gather')
 
 
-def estimate_work(traced: TracedProgram, chip: Chip) -> Work:
+def estimate_work(
+    traced: TracedProgram, chip: Chip, kernels: Sequence[KernelWork] | None = None
+) -> Work:
     """Estimates the work of a traced function on each device, from its jaxpr and its layouts.
 
     Args:
       traced: the function, from `trace_function`.
       chip: the chip.
+      kernels: its kernels, if they have been found already.
     """
     count = _Count(traced, chip)
     count.add(traced.block, 1)
@@ -32,7 +35,7 @@ def estimate_work(traced: TracedProgram, chip: Chip) -> Work:
         matmul_seconds=None,
         other_seconds=None,
         other_bytes=count.other_bytes,
-        kernels=find_kernel_work(traced.jaxpr),
+        kernels=tuple(find_kernel_work(traced.jaxpr) if kernels is None else kernels),
         collectives=list_collectives(traced),
         host_bytes=count.host_bytes,
     )
@@ -44,6 +47,7 @@ class _Count:
     def __init__(self, traced: TracedProgram, chip: Chip):
         self._sizes = traced.axis_sizes
         self._fuses_products = chip.platform == 'tpu'
+        self._read: dict[int, Mapping[int, int]] = {}  # by step
         self.flops = self.other_bytes = self.host_bytes = 0.0
 
     def add(self, block: Block, times: int) -> None:
@@ -78,20 +82,25 @@ class _Count:
             return 0
         if step.name in IN_PLACE:  # only the part that changes
             return 2 * self._bytes(step.inputs[-1 if 'scatter' in step.name else 1])
-        read = sum(dict(self._reads(step, fusion)).values())
+        read = sum(self._reads(step, fusion).values())
         return read + sum(map(self._bytes, written))
 
-    def _reads(self, step: Step, fusion: Fusion) -> Iterator[tuple[int, int]]:
+    def _reads(self, step: Step, fusion: Fusion) -> Mapping[int, int]:
         """The arrays in memory that a step reads, and how much of them."""
+        if (known := self._read.get(id(step))) is not None:
+            return known
+        found: dict[int, int] = {}
         if step.name in _PARTIAL_READS:
-            yield id(step), self._bytes(step.outputs[0])
-            return
-        for value in map(fusion.base, step.inputs):
-            maker = fusion.maker(value)
-            if maker is None or fusion.in_memory(value):
-                yield id(value), self._bytes(value)
-            else:
-                yield from self._reads(maker, fusion)
+            found[id(step)] = self._bytes(step.outputs[0])
+        else:
+            for value in map(fusion.base, step.inputs):
+                maker = fusion.maker(value)
+                if maker is None or fusion.in_memory(value):
+                    found[id(value)] = self._bytes(value)
+                else:
+                    found |= self._reads(maker, fusion)
+        self._read[id(step)] = found
+        return found
 
 
 def _moves_nothing(step: Step) -> bool:

@@ -21,12 +21,14 @@ class KernelWork:
       flops: the floating-point operations of all its executions in one call.
       nbytes: the bytes that they read and write in the device's memory.
       count: the number of executions in one call.
+      forward_flops: the part of `flops` outside of the backward pass.
     """
 
     name: str
     flops: float
     nbytes: float
     count: int
+    forward_flops: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

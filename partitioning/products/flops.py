@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,15 +17,14 @@ import jax
 
 def bodies_of(equation: Any) -> list[Any]:
     """Returns the jaxprs in the parameters of an equation: Jaxprs and ClosedJaxprs."""
-
-    def find(value: Any) -> Iterator[Any]:
+    found, waiting = [], [*equation.params.values()]
+    while waiting:
+        value = waiting.pop()
         if hasattr(value, 'eqns'):
-            yield value
+            found.append(value)
         elif isinstance(value, tuple | list):
-            for one in value:
-                yield from find(one)
-
-    return [body for value in equation.params.values() for body in find(value)]
+            waiting += value
+    return found[::-1]
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
