@@ -47,9 +47,9 @@ from meshwright.program.costs import (
     costs_of_text,
     mesh_axes,
     read_memory,
+    read_text,
 )
 from meshwright.program.peak_memory import LiveArray
-from meshwright.program.program_text import read_text
 from meshwright.report.forecasts import Compilation, Forecast, MemoryForecast, Replicated
 from meshwright.report.plain_values import map_texts
 from meshwright.time import Work, estimate_step_time, estimate_work, read_work

@@ -32,8 +32,7 @@ from meshwright.causes.cause import (
 )
 from meshwright.causes.explaining import Explanation, explain_program
 from meshwright.jaxpr.primitives import CONSTRAINTS
-from meshwright.program.costs import ProgramCosts, read_costs
-from meshwright.program.program_text import read_text
+from meshwright.program.costs import ProgramCosts, read_costs, read_text
 from meshwright.user_lines import stack_of_traceback, user_line
 from partitioning.plan.rows import PlanRow
 from partitioning.products.flops import bodies_of

@@ -1,7 +1,6 @@
 """What the text of a compiled program says: its operations, exchanges and memory.
 
 `hlo_text` parses the text of a program, and `visits` lists what it runs and how often.
-`device_groups` knows which devices exchange data. `collectives` finds the exchanges of a program,
-`operations` its computation, and `peak_memory` the arrays that fill the memory. `costs` combines
-them.
+`collectives` finds the exchanges of a program, `operations` its computation, and `peak_memory` the
+arrays that fill the memory. `costs` combines them.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -14,7 +15,6 @@ from meshwright.program.collectives import Collective, MeshAxes, find_collective
 from meshwright.program.hlo_text import parse_hlo
 from meshwright.program.operations import Kernel, Operation, find_kernels, find_operations
 from meshwright.program.peak_memory import PeakMemory, find_peak
-from meshwright.program.program_text import read_text
 from meshwright.program.traffic import find_traffic
 from meshwright.program.visits import visit_program
 from partitioning.hardware import CHIPS, chip_of, slice_of
@@ -168,3 +168,23 @@ def mesh_axes(mesh: Mesh) -> MeshAxes:
         if (count := len(set(line.tolist()))) > 1:
             spans[str(name)] = count
     return MeshAxes(sizes=dict(mesh.shape), slices=spans)
+
+
+def read_text(compiled: jax.stages.Compiled) -> str:
+    """Returns the text of a compiled program, or '' if its back end has none.
+
+    Args:
+      compiled: the result of `jitted.lower(...).compile()`.
+
+    Raises:
+      ValueError: if the compiler, such as libtpu, is newer than jaxlib and has used an
+        instruction in a form that jaxlib does not know.
+    """
+    try:
+        return compiled.as_text() or ''
+    except jax.errors.JaxRuntimeError as error:
+        version, reason = metadata.version('jaxlib'), str(error).splitlines()[0]
+        raise ValueError(
+            f'the program is compiled, but jaxlib {version} cannot read it: install a newer jax '
+            f'and jaxlib, or an older compiler, such as libtpu ({reason})'
+        ) from error

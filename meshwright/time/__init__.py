@@ -2,8 +2,8 @@
 
 `work` says what a device has to do, which `compiled_work` reads from a compiled program and
 `traced_work` estimates from a jaxpr. `kernels` counts the work of hand-written kernels. `links`
-knows how devices are connected, `exchanges` how long one exchange takes, `constants` has the
-constants of the chips, and `step_model` adds it up.
+knows how devices are connected, and `loads` how long each part takes at peak rates. `constants` has
+the constants of the chips, and `step_model` adds it up.
 """
 
 from meshwright.time.compiled_work import (

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright import MeshAxes, costs_of_text, mesh_axes, read_costs
-from meshwright.program.device_groups import axes_of_groups, parse_groups
-from meshwright.program.program_text import read_text
+from meshwright.program.collectives import axes_of_groups, parse_groups
+from meshwright.program.costs import read_text
 from partitioning.hardware import CHIPS
 
 # Short programs as the compiler writes them for TPUs.

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from meshwright import Collective
 from meshwright.time import KernelWork, Work, constants_of, describe_machine, estimate_step_time
-from meshwright.time.exchanges import links_of, time_exchange
+from meshwright.time.loads import links_of, time_exchange
 from partitioning.hardware import CHIPS
 from tests.partitioning.mock_devices import cpus, gpus, tpu_slices, tpus
 
