@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
 
 
@@ -24,23 +24,23 @@ _Buffer = TypeVar('_Buffer', bound=LiveBuffer)
 
 
 def buffers_at_peak(
-    made: Sequence[Sequence[_Buffer]], inside: Callable[[int], Sequence[_Buffer]]
+    made: Sequence[Sequence[_Buffer]], inside: Mapping[int, Sequence[_Buffer]]
 ) -> list[_Buffer]:
     """Returns the buffers that are live when memory use is highest, without empty ones.
 
     Args:
       made: for each operation, in the order in which they run, the buffers that it makes.
-      inside: returns the buffers at the peak of the loop or call that an operation runs, by the
-        number of the operation.
+      inside: the buffers at the peak of the loop or call that an operation runs, by the number of
+        the operation.
     """
     live: list[_Buffer] = []
     best: list[_Buffer] = []
     size, most = 0, 0
     for time, new in enumerate(made):
         live += new
-        size += count_bytes(new)
-        inner = inside(time)
-        if (total := size + count_bytes(inner)) > most:
+        size += count_bytes(new) if new else 0
+        inner = inside.get(time, ())
+        if (total := size + (count_bytes(inner) if inner else 0)) > most:
             most, best = total, [*live, *inner]
         if ended := [buffer for buffer in live if buffer.last <= time]:
             size -= count_bytes(ended)

@@ -26,6 +26,8 @@ def _in_block(block: Block, traced: TracedProgram, times: int) -> Iterator[Colle
     for step in block.steps:
         for body in step.bodies:
             yield from _in_block(body, traced, times * step.times)
+        if step.name not in KINDS:
+            continue
         axes = tuple(axis for axis in traced.axis_sizes if axis in exchange_axes(step))
         if math.prod(traced.axis_sizes[axis] for axis in axes) > 1:
             yield from _describe(step, axes, traced, times)

@@ -39,11 +39,9 @@ def _elementwise(step: Step) -> Factors:
     if any(shape not in ((), largest) for shape in (*given, *results)):
         known = step.name in ELEMENTWISE
         return dataclasses.replace(_by_position(step, largest), known=known)
-    table = Table()
-    dims = table.all(largest)
-    return table.relate(
-        [dims if shape else () for shape in given], [dims if shape else () for shape in results]
-    )
+    dims = tuple((factor,) for factor in range(len(largest)))
+    inputs = tuple(dims if shape else () for shape in given)
+    return Factors(largest, inputs, tuple(dims if shape else () for shape in results))
 
 
 def _shapes(step: Step) -> tuple[list[Shape], list[Shape]]:

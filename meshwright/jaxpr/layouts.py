@@ -73,19 +73,31 @@ class _Sweeps:
     def __init__(self, sizes: Mapping[str, int]):
         self._sizes = sizes
         self._seen: dict[int, list[list[Axes | None]]] = {}
+        self._tied: dict[int, list[tuple[Value, Value, int]]] = {}
 
     def sweep(self, block: Block, everything: bool, *, forward: bool) -> bool:
         changed = False
         for step in block.steps if forward else reversed(block.steps):
             if step.bodies:
-                changed |= _tie(step)
+                changed |= self._tie(step)
                 for body in step.bodies:
                     changed |= self.sweep(body, everything, forward=forward)
-                changed |= _tie(step)
+                changed |= self._tie(step)
             elif step.name in (TO_LOCAL, TO_GLOBAL):
                 changed |= _tie_border(step)
             elif everything or step.name in _KEEPING:
                 changed |= self._visit(step)
+        return changed
+
+    def _tie(self, step: Step) -> bool:
+        """Gives arrays inside and outside of a body the same layout where it is open."""
+        if (pairs := self._tied.get(id(step))) is None:
+            pairs = [(tie.inner, tie.outer, int(tie.stacked)) for tie in ties(step)]
+            pairs += [(given, returned, 0) for given, returned in carries(step)]
+            self._tied[id(step)] = pairs
+        changed = False
+        for inner, outer, first in pairs:
+            changed |= _agree(inner, outer, first)
         return changed
 
     def _visit(self, step: Step) -> bool:
@@ -106,10 +118,11 @@ def divide(step: Step, factors: Factors, sizes: Mapping[str, int]) -> Division:
     votes: dict[str, dict[int, float]] = {}
     orders: list[list[str]] = [[] for _ in factors.sizes]
     for value, array in _arrays(step, factors):
+        weight = max(value.nbytes, 1) if any(value.axes) else 0
         for dim, axes in zip(array, value.axes, strict=True):
             for factor, axis in _assign(dim, axes, factors.sizes, sizes) if axes else ():
                 counts = votes.setdefault(axis, {})
-                counts[factor] = counts.get(factor, 0.0) + max(value.nbytes, 1)
+                counts[factor] = counts.get(factor, 0.0) + weight
                 if axis not in orders[factor]:
                     orders[factor].append(axis)
     for axis, counts in votes.items():
@@ -183,18 +196,8 @@ def _refine(value: Value, d: int, wanted: Axes, sizes: Mapping[str, int]) -> boo
     return True
 
 
-def _tie(step: Step) -> bool:
-    """Gives arrays inside and outside of a body the same layout where it is open."""
-    changed = False
-    for tie in ties(step):
-        changed |= _agree(tie.inner, tie.outer, int(tie.stacked))
-    for given, returned in carries(step):
-        changed |= _agree(given, returned)
-    return changed
-
-
 def _agree(inner: Value, outer: Value, first: int = 0) -> bool:
-    """The same for two arrays, where the dimensions of `outer` count from `first`."""
+    """Gives two arrays the same layout where it is open. `outer` may have dimensions in front."""
     changed = False
     for d, (own, other) in enumerate(zip(inner.axes, outer.axes[first:], strict=True)):
         if own != other:
@@ -203,7 +206,7 @@ def _agree(inner: Value, outer: Value, first: int = 0) -> bool:
 
 
 def _tie_border(step: Step) -> bool:
-    """The same for a shard_map: the axes that it leaves to the compiler are the same on both sides.
+    """Gives an array on both sides of a shard_map the axes that it leaves to the compiler.
 
     Inside, the array is already divided along the other axes.
     """

@@ -140,11 +140,13 @@ class _Run:
         return None
 
     def peak(self) -> list[Buffer]:
-        return buffers_at_peak(self._made, self._peak_inside)
+        steps = enumerate(self._block.steps)
+        inside = {time: self._peak_inside(step) for time, step in steps if step.bodies}
+        return buffers_at_peak(self._made, inside)
 
-    def _peak_inside(self, time: int) -> list[Buffer]:
+    def _peak_inside(self, step: Step) -> list[Buffer]:
         """The buffers of a loop or a branch, in the iteration that needs the most."""
-        step, peaks = self._block.steps[time], []
+        peaks = []
         for body in step.bodies:
             places: list[Value | None] = [None] * len(body.outputs)
             for i, (given, _) in enumerate(carries(step)):

@@ -144,7 +144,7 @@ class _Naming:
             value.maker, value.place, value.operands = step, step.place, tuple(step.inputs)
             value.contracted = contracted
             value.dims = tuple(_name_of(dim, carriers) for dim in dims)
-            if value.size == 1:
+            if set(value.shape) <= {1}:
                 value.dims = (None,) * len(value.shape)
             self._identify(value, step)
             if step.name in CONSTRAINTS:

@@ -118,7 +118,8 @@ def _state_results(block: Block, shardings: Sequence[Any], sizes: Mapping[str, i
     """Adds the layouts of results as constraints, because a result may also be used inside."""
     for i, (value, sharding) in enumerate(zip(block.outputs, shardings, strict=True)):
         if isinstance(sharding, NamedSharding):
-            result = Value(value.shape, value.dtype)
+            rank = len(value.shape)
+            result = dataclasses.replace(value, axes=[None] * rank, fixed=[False] * rank)
             _fix([result], [sharding], sizes)
             block.steps.append(Step('sharding_constraint', {}, [value], [result]))
             block.outputs[i] = result

@@ -85,7 +85,7 @@ class Place:
         """The words of its path, and the functions around it."""
         return words_of(self.path) | self.functions
 
-    @property
+    @functools.cached_property
     def is_backward(self) -> bool:
         """Whether it is a part of a backward pass. jax marks it in the path."""
         return is_backward(self.path)
@@ -98,18 +98,18 @@ class Value:
     Attributes:
       shape: its shape; inside a shard_map, the shape of one shard.
       dtype: its type.
+      axes: the mesh axes of each dimension; None while nothing shards it.
+      fixed: the dimensions that keep their mesh axes, because the program says so.
+      dims: what is known of each dimension, or None.
       manual: the mesh axes of the shard_maps around it, over which its shape is already divided.
       on_host: whether it is in the memory of the host.
       constant: its elements, if the program states them.
-      axes: the mesh axes of each dimension; None while nothing shards it.
-      fixed: the dimensions that keep their mesh axes, because the program says so.
       maker: the step that makes it, or None for an argument. Inputs of a body
         and results of a loop have the maker of the value that they copy.
       place: where it is made.
       operands: the values that it is made from.
       copied_from: the same value on the other side of the border of a body. The carry of a loop is
         copied from an input of the loop and from a result of an iteration.
-      dims: what is known of each dimension, or None.
       contracted: the dimensions that its maker sums over.
       layout: the mesh axes of each dimension, if a constraint states them.
       argument: the path of the argument that it is, possibly cast, sliced or moved; '' for others.
@@ -119,27 +119,21 @@ class Value:
 
     shape: tuple[int, ...]
     dtype: Any
+    axes: list[Axes | None]
+    fixed: list[bool]
+    dims: Dims
     manual: frozenset[str] = frozenset()
     on_host: bool = False
     constant: Any = None
-    axes: list[Axes | None] = dataclasses.field(default_factory=list)
-    fixed: list[bool] = dataclasses.field(default_factory=list)
     maker: Step | None = None
     place: Place = Place()
     operands: tuple[Value, ...] = ()
     copied_from: tuple[Value, ...] = ()
-    dims: Dims = ()
     contracted: Dims = ()
     layout: tuple[Axes, ...] | None = None
     argument: str = ''
     gradient_of: str = ''
     update_of: str = ''
-
-    def __post_init__(self) -> None:
-        rank = len(self.shape)
-        self.axes = self.axes or [None] * rank
-        self.fixed = self.fixed or [False] * rank
-        self.dims = self.dims or (None,) * rank
 
     @property
     def size(self) -> int:

@@ -190,7 +190,9 @@ class _Writer:
         shape = tuple(getattr(aval, 'shape', ())) if shape is None else shape
         dtype = getattr(aval, 'dtype', np.dtype('bool'))  # tokens have no dtype
         on_host = _is_on_host(getattr(aval, 'memory_space', None))
-        return Value(shape, dtype, self._manual, on_host, constant)
+        axes: list[Axes | None] = [None] * len(shape)
+        fixed, dims = [False] * len(shape), (None,) * len(shape)
+        return Value(shape, dtype, axes, fixed, dims, self._manual, on_host, constant)
 
 
 @functools.cache

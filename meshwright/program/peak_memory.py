@@ -21,6 +21,8 @@ from meshwright.program.operations import opcodes_of
 _SAME = ('tuple', 'get-tuple-element', 'bitcast', 'while', 'optimization-barrier')
 # These write into their first operand.
 _IN_PLACE = ('dynamic-update-slice', 'scatter')
+# These run other computations, which this attribute names.
+_RUNNING = {'while': 'body', 'call': 'to_apply', 'conditional': 'branch_computations'}
 # The results of these are never in the place of an operand.
 _OPAQUE = {'convolution', 'dot', 'custom-call', 'call', 'conditional', 'all-gather', 'reduce'}
 
@@ -164,7 +166,9 @@ class _Schedule:
 
     def peak(self) -> list[_Buffer]:
         """The buffers at the peak, also the ones in the loop or call that runs then."""
-        return buffers_at_peak(self._made, self._inner_peak)
+        instructions = enumerate(self._instructions)
+        inside = {time: self._inner_peak(i) for time, i in instructions if i.opcode in _RUNNING}
+        return buffers_at_peak(self._made, inside)
 
     def _place(self, instruction: Instruction) -> list[_Buffer]:
         """Decides the buffers of the results, and returns those that are new."""
@@ -196,14 +200,9 @@ class _Schedule:
                     operand.last = time - 1
                     break
 
-    def _inner_peak(self, time: int) -> list[_Buffer]:
+    def _inner_peak(self, instruction: Instruction) -> list[_Buffer]:
         """The buffers at the peak of the loop or call that an instruction runs."""
-        instruction = self._instructions[time]
-        names = {
-            'while': instruction.called('body'),
-            'call': instruction.called('to_apply'),
-            'conditional': instruction.called('branch_computations'),
-        }.get(instruction.opcode, ())
+        names = instruction.called(_RUNNING[instruction.opcode])
         peaks = [self._peak_of(self._program.computations[n], instruction) for n in names]
         return max(peaks, key=count_bytes, default=[])
 

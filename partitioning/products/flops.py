@@ -106,10 +106,12 @@ def _count_equation(equation: Any, *, kernels: bool, recomputed: bool, dense: bo
             return 0.0
         shapes = [v.aval.shape for v in (*equation.invars[:2], equation.outvars[0])]
         return product_flops(name, equation.params, *shapes)
+    if not (bodies := bodies_of(equation)):
+        return 0.0
     counted = {'kernels': kernels, 'recomputed': recomputed, 'dense': dense}
-    inner = [count_jaxpr_flops(body, **counted) for body in bodies_of(equation)]
+    inner = [count_jaxpr_flops(body, **counted) for body in bodies]
     if name == 'cond':
-        return max(inner, default=0.0)
+        return max(inner)
     devices = 1
     if name == 'shard_map':  # its body runs on each of these, with the shapes of one shard
         sizes, axes = equation.params['mesh'].shape, equation.params['newly_manual_axes']
