@@ -8,8 +8,9 @@ follow from it. For example, `relate_dot` describes `dot_general`, and `_broadca
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from meshwright.jaxpr.factors import WHOLE, Dimension, Factors, Table, unrelated
 from meshwright.jaxpr.primitives import ELEMENTWISE, REDUCTIONS, SCATTERS, names_in
@@ -35,21 +36,28 @@ def find_factors(step: Step) -> Factors:
 
 def _elementwise(step: Step) -> Factors:
     """Relates arrays of one shape, and scalars; others as far as positions and sizes agree."""
-    (given, results), largest = _shapes(step), _largest(step)
-    if any(shape not in ((), largest) for shape in (*given, *results)):
-        known = step.name in ELEMENTWISE
-        return dataclasses.replace(_by_position(step, largest), known=known)
-    dims = tuple((factor,) for factor in range(len(largest)))
-    inputs = tuple(dims if shape else () for shape in given)
-    return Factors(largest, inputs, tuple(dims if shape else () for shape in results))
+    given, results = _shapes(step)
+    if (found := _relate_equal(tuple(given), tuple(results))) is not None:
+        return found
+    known = step.name in ELEMENTWISE
+    return dataclasses.replace(_by_position(step, _largest(given, results)), known=known)
+
+
+@functools.lru_cache(maxsize=1024)  # programs have few shapes
+def _relate_equal(given: tuple[Shape, ...], results: tuple[Shape, ...]) -> Factors | None:
+    """The factors of arrays of one shape and of scalars, or None if there are other shapes."""
+    largest = _largest(given, results)
+    if not {*given, *results} <= {(), largest}:
+        return None
+    dims = {(): (), largest: tuple((factor,) for factor in range(len(largest)))}
+    return Factors(largest, tuple(dims[s] for s in given), tuple(dims[s] for s in results))
 
 
 def _shapes(step: Step) -> tuple[list[Shape], list[Shape]]:
     return [v.shape for v in step.inputs], [v.shape for v in step.outputs]
 
 
-def _largest(step: Step) -> Shape:
-    given, results = _shapes(step)
+def _largest(given: Sequence[Shape], results: Sequence[Shape]) -> Shape:
     return max([*results, *given], key=lambda s: (len(s), math.prod(s)), default=())
 
 
@@ -82,7 +90,7 @@ def _along(parameter: str) -> Rule:
     """Elementwise, but whole along the dimensions that a parameter names."""
 
     def rule(step: Step) -> Factors:
-        found, largest = step.params[parameter], _largest(step)
+        found, largest = step.params[parameter], _largest(*_shapes(step))
         dims = found if isinstance(found, tuple | list) else (found,)
         return _by_position(step, largest, {d % len(largest) for d in dims})
 

@@ -214,6 +214,7 @@ class Step:
       bodies: the blocks that it runs: the body of a loop, or the branches of a `cond`.
       times: how often it runs them.
       place: where it is in the program.
+      is_border: whether it only brings an array into or out of a shard_map.
       factors: how the dimensions of its arrays are related, once `find_factors` has found it.
     """
 
@@ -224,19 +225,13 @@ class Step:
     bodies: tuple[Block, ...] = ()
     times: int = 1
     place: Place = Place()
+    is_border: bool = False
     factors: Factors | None = None
 
     @property
     def op_name(self) -> str:
         """The path of the jax operation."""
         return f'{self.place.path}/{self.name}' if self.place.path else self.name
-
-    @property
-    def is_border(self) -> bool:
-        """Whether it only brings an array into or out of a shard_map."""
-        return self.name in (TO_LOCAL, TO_GLOBAL) or (
-            self.name == 'sharding_constraint' and not self.params
-        )
 
 
 @dataclasses.dataclass(eq=False, slots=True)

@@ -167,15 +167,21 @@ class _Writer:
         for value, spec, var in zip(given, params['in_specs'], inner.invars, strict=True):
             whole, local = self._new(var.aval, value.shape), inside._new(var.aval)
             whole.fix(self._border(spec, len(whole.shape), params))
-            steps.append(Step('sharding_constraint', {}, [value], [whole], place=place))
-            steps.append(Step(TO_LOCAL, {'axes': manual}, [whole], [local], place=place))
+            steps.append(
+                Step('sharding_constraint', {}, [value], [whole], place=place, is_border=True)
+            )
+            steps.append(
+                Step(TO_LOCAL, {'axes': manual}, [whole], [local], place=place, is_border=True)
+            )
             inputs.append(local)
         outputs = []
         results = inside._write(inner, consts, inputs, steps)
         for local, spec, var in zip(results, params['out_specs'], equation.outvars, strict=True):
             whole = self._new(var.aval)
             whole.fix(self._border(spec, len(whole.shape), params))
-            steps.append(Step(TO_GLOBAL, {'axes': manual}, [local], [whole], place=place))
+            steps.append(
+                Step(TO_GLOBAL, {'axes': manual}, [local], [whole], place=place, is_border=True)
+            )
             outputs.append(whole)
         return outputs
 
