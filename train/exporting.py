@@ -100,7 +100,7 @@ def _export(
 
     try:
         return export.export(jax.jit(named), platforms=platforms)(arrays, batch)
-    except Exception as error:  # jax raises many types for what it cannot export.
+    except Exception as error:  # jax raises errors of many types if it cannot export
         hint = ' or give a batch_size' if batch_size is None else ''
         raise ConfigError(
             f'the function cannot be exported for {", ".join(platforms)}: {first_line(error)}: use '

@@ -33,7 +33,7 @@ class Part:
       queries: the number of queries.
       keys: the number of keys.
       causal: whether a query sees only keys at its own place and before it.
-      window: the number of keys that a query sees, its own and those before it, or None.
+      window: how many keys a query sees: the key at its own place and the keys before it; or None.
     """
 
     queries: int
@@ -106,7 +106,7 @@ def _blocks_by_queries(part: Part, distance: Any, queries: int, keys: int) -> Ma
 
 
 def _blocks_by_keys(part: Part, distance: Any, queries: int, keys: int) -> MaskInfo:
-    """The blocks of queries that each block of keys is read by, in their order."""
+    """For each block of keys, the blocks of queries that read it, in their order."""
     count_Q, width = part.queries // queries, part.queries // queries
     first_S = jnp.arange(0, part.keys, keys, dtype=jnp.int32) - distance
     start_S, end_S = jnp.zeros_like(first_S), jnp.full_like(first_S, count_Q)
@@ -121,7 +121,7 @@ def _blocks_by_keys(part: Part, distance: Any, queries: int, keys: int) -> MaskI
 
 
 def _mask_info(part: Part, distance: Any, read: jax.Array, end: jax.Array, count: int) -> MaskInfo:
-    """What a kernel reads: the numbers of blocks, and whether it computes them, for all heads."""
+    """The numbers of the blocks that a kernel reads for all heads, and which it computes."""
     if not part.causal and part.window is None:
         return MaskInfo(None, None, None, None, None)
     return MaskInfo(
@@ -142,7 +142,7 @@ def attend_by_splash_parts(
     soft_cap: float | None,
     blocks: SplashBlocks,
 ) -> jax.Array:
-    """Computes attention of scaled queries over keys, of which each query sees at least one.
+    """Computes attention of scaled queries over keys. Each query must see at least one key.
 
     Queries and keys have lengths that are multiples of 128. On CPUs, the kernels are interpreted.
     """
@@ -197,7 +197,7 @@ def splash_part_gradients(
         def of_row(
             q: Any, k: Any, v: Any, segments: Any, attended: Any, log_sum: Any, d: Any
         ) -> Any:
-            # The kernels' own gradient, with the results over all keys in the place of their own.
+            # The gradient of the kernels, given the results over all keys instead of over a part.
             kept = (q, k, v, segments, None, attended, log_sum)
             return splash_attention_kernel._splash_attention_bwd(
                 settings['save_residuals'],

@@ -204,7 +204,7 @@ def _parse_rename(text: str) -> tuple[str, str]:
 
 
 def _list_steps(path: epath.Path, step: int | None) -> list[FoundStep]:
-    """The steps of a folder with several, unless one of them is asked for."""
+    """The steps in a folder of checkpoints; none if it is one checkpoint, or `step` chooses one."""
     from train.checkpoints.formats.opening import find_place, list_steps
 
     several = step is None and path.is_dir() and find_place(path) is None

@@ -199,7 +199,7 @@ def main() -> None:
     """Answers the request on standard input."""
     sys.path.append(os.getcwd())  # the packages of `allow` may be there
     answers = os.fdopen(os.dup(1), 'w')
-    os.dup2(2, 1)  # what a compiler prints to its standard output is not an answer
+    os.dup2(2, 1)  # so that what a compiler prints is not taken for an answer
     outcome = answer(*pickle.load(sys.stdin.buffer))
     with answers:
         json.dump(dataclasses.asdict(outcome), answers)

@@ -102,7 +102,7 @@ def _merge(x: jax.Array, axis: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
-# Stands for a log-probability of minus infinity; unlike it, it can be added and compared.
+# Stands for a log-probability of minus infinity. Unlike infinity, it can be added and compared.
 NEGATIVE = -1.0e7
 
 
@@ -144,7 +144,7 @@ class Decoded(NamedTuple):
 
 
 class Search(Protocol):
-    """Decodes a batch, like `sample` and `beam_search`."""
+    """The signature of functions that decode a batch, such as `sample` and `beam_search`."""
 
     def __call__(
         self,

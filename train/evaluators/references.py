@@ -36,8 +36,8 @@ class Reference:
       inputs: its inputs, as text.
       targets: its targets, as text.
       tokenizer: decodes predictions.
-      postprocess: turns a text into what metrics compare, or None to compare the text: a function
-        of (text, example=..., is_target=...).
+      postprocess: a function of (text, example=..., is_target=...) that returns what metrics
+        compare; None compares the text itself.
     """
 
     tokens: np.ndarray

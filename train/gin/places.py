@@ -39,7 +39,7 @@ def is_allowed(module: str) -> bool:
 
 
 def find_place(message: str) -> str | None:
-    """The place of the setting whose value a message refuses.
+    """The place in the gin files of the setting that an error message is about, or None.
 
     Args:
       message: a message that begins with a setting, such as `utils.DatasetConfig.pack is 3: ...`.

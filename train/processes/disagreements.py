@@ -19,7 +19,7 @@ _MOST_ROWS = 20
 
 
 class NotTogether(ConnectionError):
-    """The processes of a run have not found each other in time. Starting again may help.
+    """Raised if the processes of a run have not found each other in time; starting again may help.
 
     Attributes:
       exit_code: the exit code of a command that ends with it.
@@ -42,7 +42,7 @@ class Disagreement(ConfigError):
 
 
 def raised_everywhere(error: BaseException) -> bool:
-    """Whether all processes raise an error together, so that none has to tell the others."""
+    """Whether all processes raise an error together. Then no process has to tell the others."""
     return bool(getattr(error, 'raised_everywhere', False))
 
 

@@ -37,7 +37,7 @@ _LONGEST_MESSAGE = 1000
 
 @contextlib.contextmanager
 def taking_part(activity: Activity, folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Tells the other processes what a run does, and that it fails if it fails here alone.
+    """Tells the other processes what a run does, and tells them if it fails in this process alone.
 
     Args:
       activity: what the run does.
@@ -82,7 +82,7 @@ def end_all_processes(error: ConfigError) -> None:
 
 
 def _await_cause(error: BaseException) -> None:
-    """Lets the hub end this process with the cause of an error, if that is in another process.
+    """Lets the hub end this process with the cause of an error, if the cause is in another process.
 
     When a process dies or fails, the connections of jax and of collectives break in all others.
     jax raises some of these errors while it handles one, without naming it as the cause.
@@ -207,7 +207,7 @@ def check_shared_folder(setting: str, folder: epath.Path) -> None:
     finally:
         if jax.process_index() == 0:
             path.unlink(missing_ok=True)
-    # In a store, a folder that was empty is gone with the file: no process may look at it before.
+    # A store has no empty folders: with the file, the folder may go. No process may look before.
     connected_member().gather(title, None)
 
 

@@ -34,7 +34,7 @@ WORTH_A_LINE = 1.0
 
 
 class SafeConsole(Console):
-    """Prints no control characters except its own, and takes brackets for text, not for styles.
+    """Prints no control characters except its own, and prints brackets as they are.
 
     Names of files and of parameters reach the terminal in lines, tables and progress bars.
     """

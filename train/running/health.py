@@ -25,8 +25,8 @@ def describe_not_finite(
 ) -> jax.Array:
     """Returns which parts of a step are not finite, an int32 scalar; see `NOT_FINITE`.
 
-    Norms stand for their trees, because a step computes them anyway. A norm that overflows counts
-    as infinite.
+    Only the norms of trees are looked at, because a step computes them anyway. A norm that
+    overflows counts as infinite.
 
     Args:
       loss: the loss.

@@ -33,7 +33,7 @@ class ProcessEnd:
 
     @property
     def is_own(self) -> bool:
-        """Whether it has failed without the launcher."""
+        """Whether it failed although the launcher had not stopped it."""
         return self.code != 0 and self.sent is None
 
     def __str__(self) -> str:
@@ -60,8 +60,8 @@ class Attempt:
 def find_cause(ends: Sequence[ProcessEnd]) -> ProcessEnd | None:
     """Returns the failure from which the others follow, or None if none has failed.
 
-    It is the first one, except that a process which ends because of another one can be faster than
-    the other.
+    This is usually the first failure. But a process that ends because another one has failed can be
+    seen to end before it.
     """
     own = [end for end in ends if end.is_own] or [end for end in ends if end.code != 0]
     return min(own, key=lambda end: end.code in _CONSEQUENCES, default=None)
@@ -70,7 +70,7 @@ def find_cause(ends: Sequence[ProcessEnd]) -> ProcessEnd | None:
 def lost_processes(ends: Sequence[ProcessEnd]) -> list[int]:
     """Returns the processes that were killed from outside or do not answer, by their index.
 
-    Those that ended only because others did, or did not notice that others had ended, would work.
+    The others would work: they ended because others did, or had not noticed that others had ended.
     """
     cause = find_cause(ends)
     if cause is None:
