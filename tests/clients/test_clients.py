@@ -34,9 +34,9 @@ BY_NAMES = {
     'linen_decoder': ('4x2',),
     'linen_resnet': ('4x2',),
     'nnx_cnn': ('4x2',),
-    'nnx_gemma': ('4x2', '1x8'),
+    'nnx_gemma': ('4x2',),
     'haiku_convnet': ('1x8',),
-    'equinox_mlp': ('4x2', 'fsdp'),
+    'equinox_mlp': ('4x2',),
     'hf_llama': ('4x2',),
 }
 

@@ -19,14 +19,6 @@ pytestmark = pytest.mark.core
 # Sizes, names and types.
 
 
-def test_a_mesh_of_this_machine():
-    mesh = create_mesh((4, 2), ('x', 'y'))
-    assert ids(mesh) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert dict(mesh.shape) == {'x': 4, 'y': 2} and mesh.size == 8
-    assert mesh.axis_names == ('x', 'y')
-    assert ids(create_mesh((8,), ('data',))) == list(range(8))
-
-
 @pytest.mark.parametrize(
     'sizes, shape',
     [

@@ -110,13 +110,6 @@ def test_granules_of_a_size(size, ici, dcn, first):
     assert sorted_ids(mesh) == list(range(16))
 
 
-def test_racks_of_72():
-    devices = gpus(4, 36)
-    mesh = hybrid((8, 9), (2, 1), devices, granule_size=72)
-    assert ids(mesh) == np.arange(144).reshape(16, 9).tolist()
-    assert ids(hybrid((8, 9), (2, 1), gpus(4, 18, domains=2))) == ids(mesh)
-
-
 # Errors.
 
 

@@ -89,13 +89,6 @@ def test_the_first_of_three_names_is_the_slice_axis(devices):
     assert ids(mesh)[0] == ids(default_mesh(2, devices=devices))
 
 
-def test_three_names_of_several_slices():
-    devices = tpu_slices(2, (4, 4, 1), 'TPU v3', cores=2)
-    mesh = default_mesh(4, mesh_axis_names=('pod', 'rows', 'columns'), devices=devices)
-    assert dict(mesh.shape) == {'pod': 2, 'rows': 8, 'columns': 4}
-    assert ids(mesh) == ids(default_mesh(4, devices=devices))
-
-
 @pytest.mark.parametrize(
     'names, slices, message',
     [

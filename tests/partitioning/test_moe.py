@@ -121,13 +121,6 @@ def test_a_config_of_experts_with_a_submesh():
     assert dict(config.build().shape) == {'data': 2, 'expert': 2, 'model': 2}
 
 
-def test_custom_rules():
-    rules = [('batch', 'data'), ('expert', ('expert', 'model'))]
-    partitioner = MoePjitPartitioner(2, 2, logical_axis_rules=rules)
-    assert partitioner.logical_axis_rules == tuple(rules)
-    assert partitioner.data_partition_spec == P('data')
-
-
 def test_a_layer_of_experts():
     """Each expert multiplies its rows, with the result of a single device."""
     partitioner = MoePjitPartitioner(2, 2)
