@@ -148,7 +148,7 @@ class RestoreConfig:
         if self.mode not in get_args(RestoreMode):
             raise ConfigError(f"RestoreConfig.mode is {self.mode!r}: use 'latest' or 'specific'")
         check_renames(self.renames_setting, self.renames)
-        if self.dtype not in (None, 'float32', 'bfloat16', 'float16'):
+        if self.dtype not in DTYPES:
             raise ConfigError(
                 f"RestoreConfig.dtype is {self.dtype!r}: use 'float32', 'bfloat16', 'float16' or "
                 'None'

@@ -205,10 +205,9 @@ class Checkpoints(CheckpointReader):
 
     def _check_metric(self, scores: Mapping[str, float]) -> None:
         metric = self._config.best_metric
-        if metric is None or metric in scores:
-            return
-        evaluator = metric.rpartition('/')[0]
-        if found := [name for name in scores if name.rpartition('/')[0] == evaluator]:
+        evaluator = (metric or '').rpartition('/')[0]
+        found = [name for name in scores if name.rpartition('/')[0] == evaluator]
+        if metric is not None and found and metric not in scores:
             raise ConfigError(
                 f'CheckpointConfig.best_metric is {metric!r}, but the scores are '
                 f'{", ".join(map(repr, found))}: write one of them'

@@ -23,11 +23,7 @@ from train.paths import as_path
 
 @functools.singledispatch
 def open_checkpoints(config: CheckpointConfig, model_dir: epath.Path) -> Checkpoints:
-    """Opens the checkpoints of a run, which may be none yet.
-
-    Args:
-      config: the settings of saving.
-      model_dir: the folder of the run.
+    """Opens the checkpoints in the folder of a run, which may be none yet.
 
     Raises:
       ConfigError: if the folder of the run contains checkpoints of T5X.

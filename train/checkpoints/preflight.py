@@ -102,12 +102,7 @@ def _name(kind: str, is_allowed: bool) -> str:
 
 
 def count_bytes(found: Mapping[str, StoredArray], wanted: Wanted) -> tuple[int, ...]:
-    """The bytes that each process reads, by its index.
-
-    Args:
-      found: the stored arrays, by the names of `wanted`.
-      wanted: the shapes, dtypes and shardings of the arrays of the run.
-    """
+    """The bytes that each process reads, by its index."""
     read = dict[int, int].fromkeys(range(jax.process_count()), 0)
     for number, name in enumerate(by_size(found)):
         array, chunks = found[name], set[tuple[int, Bounds]]()

@@ -15,12 +15,9 @@ from train.checkpoints.steps.record import read_record
 def find_surplus(
     steps: Collection[int], config: CheckpointConfig, scores: Mapping[int, float]
 ) -> list[int]:
-    """Finds the steps that are no longer to be kept, in ascending order.
+    """Finds the good steps that are no longer to be kept, in ascending order.
 
-    Args:
-      steps: the good steps.
-      config: the settings.
-      scores: the scores of steps. Those without one are not among the best.
+    Steps without a score are not among the best.
     """
     if config.keep is None:
         return []
@@ -38,13 +35,7 @@ def find_surplus(
 def delete_surplus(
     directory: epath.Path, prefix: str, steps: Collection[int], config: CheckpointConfig
 ) -> None:
-    """Deletes the good steps of a folder that the settings do not keep.
-
-    Args:
-      directory: the folder of checkpoints.
-      prefix: the beginning of the names of steps.
-      steps: the good steps that this package has written.
-      config: the settings.
+    """Deletes the steps that the settings do not keep, of those this package has written.
 
     Raises:
       OSError: if a step cannot be deleted.

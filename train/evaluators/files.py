@@ -19,9 +19,7 @@ from train.errors import ConfigError
 from train.paths import replacing
 
 
-def write_metrics(
-    folder: epath.Path, task: str, step: int, scores: Mapping[str, float]
-) -> epath.Path:
+def write_metrics(folder: epath.Path, task: str, step: int, scores: Mapping[str, float]) -> None:
     """Adds a line with the scores of a step to `<task>-metrics.jsonl`.
 
     Lines of this step and of later steps are replaced: they are from before a run was resumed.
@@ -30,16 +28,14 @@ def write_metrics(
     lines = path.read_text().splitlines() if path.exists() else []
     kept = [line for line in lines if json.loads(line)['step'] < step]
     _replace(path, [*kept, json.dumps({'step': step, **scores})])
-    return path
 
 
 def write_results(
     folder: epath.Path, task: str, step: int, results: Iterable[Mapping[str, Any]]
-) -> epath.Path:
+) -> None:
     """Writes `<task>-<step>.jsonl`, with one example per line."""
     path = _path(folder, f'{task}-{step:06}.jsonl')
     _replace(path, [json.dumps(result, default=str, ensure_ascii=False) for result in results])
-    return path
 
 
 def _path(folder: epath.Path, name: str) -> epath.Path:

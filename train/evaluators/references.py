@@ -154,9 +154,8 @@ def iterate_outputs(
     Args:
       run: the run.
       infer: the function (params, variables, batch, key) -> outputs of the rows of a batch.
-      state: the state that predicts.
-      batches: the batches.
-      num_rows: the number of their rows.
+      state, batches: what it is called with.
+      num_rows: the number of rows in all batches.
       first: the number of the first batch.
     """
     if first >= len(batches):

@@ -50,17 +50,13 @@ def in_s3(description: Any) -> Any:
     if not isinstance(description, dict):
         return description
     description = {key: in_s3(value) for key, value in description.items()}
-    if str(description.get('driver')).startswith('gcs'):
-        description |= {'driver': 's3', **_connection()}
-    return description
-
-
-def _connection() -> dict[str, Any]:
-    """The settings of the environment that boto3 and s3fs obey and TensorStore does not."""
-    given, settings = os.environ, dict[str, Any]()
+    if not str(description.get('driver')).startswith('gcs'):
+        return description
+    # Settings of the environment that boto3 and s3fs obey and TensorStore does not.
+    given = os.environ
     if endpoint := given.get('AWS_ENDPOINT_URL_S3') or given.get('AWS_ENDPOINT_URL'):
         region = given.get('AWS_REGION') or given.get('AWS_DEFAULT_REGION') or 'us-east-1'
-        settings = {'endpoint': endpoint, 'aws_region': region}
+        description |= {'endpoint': endpoint, 'aws_region': region}
     if 'AWS_ACCESS_KEY_ID' in given:  # Otherwise it also looks for files, and logs if they miss.
-        settings['aws_credentials'] = {'type': 'environment'}
-    return settings
+        description['aws_credentials'] = {'type': 'environment'}
+    return {**description, 'driver': 's3'}

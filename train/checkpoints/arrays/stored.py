@@ -133,13 +133,7 @@ def in_store(
     check: Callable[[Bounds], None] | None = None,
     read_file: Callable[[Bounds, np.ndarray], bool] | None = None,
 ) -> StoredArray:
-    """An array of an open tensorstore.TensorStore.
-
-    Args:
-      store: the TensorStore.
-      check: checks the files of a slice before it is read; see `StoreReader`.
-      read_file: reads a slice that is one file; see `StoreReader`.
-    """
+    """An array of an open tensorstore.TensorStore; `StoreReader` describes the arguments."""
     layout = store.chunk_layout
     # A file can contain several chunks, but it can only be checked as a whole.
     chunk = layout.read_chunk if check is None else layout.write_chunk

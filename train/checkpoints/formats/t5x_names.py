@@ -22,9 +22,6 @@ def sources_in_t5x(names: Collection[str]) -> dict[str, str]:
     """For each name that this package gives to an array of a T5X checkpoint, the name in T5X.
 
     The step is two arrays here if the optimizer is T5X's Adafactor, which counts its own steps.
-
-    Args:
-      names: the names in the checkpoint of T5X.
     """
     parameters = [name.removeprefix('target/') for name in names if name.startswith('target/')]
     statistics = [f'state/param_states/{path}/{s}' for path in parameters for s in STATISTICS]
@@ -46,11 +43,7 @@ def sources_in_t5x(names: Collection[str]) -> dict[str, str]:
 
 
 def sources_for_t5x(names: Collection[str]) -> dict[str, str]:
-    """For each name that T5X gives to an array of a checkpoint of this package, the name here.
-
-    Args:
-      names: the names in the checkpoint of this package.
-    """
+    """For each name that T5X gives to an array of a checkpoint of this package, the name here."""
     known, adafactors = set(names), set[str]()
     for name in names:
         match = re.fullmatch(r'(opt_state(?:/.+?)??)/(?:m|v|v_col|v_row)/(.+)', name)

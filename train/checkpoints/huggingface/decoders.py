@@ -21,11 +21,7 @@ SIZES = {
 # Rotary positions have no table. transformers warns if a text is longer than this.
 MAX_POSITIONS = 131_072
 LOCAL, GLOBAL = 'sliding_attention', 'full_attention'
-GEMMA = {
-    'scale_embeddings': True,
-    'norm_scale_offset': True,
-    'activation': 'gelu_tanh',
-}
+GEMMA = {'scale_embeddings': True, 'norm_scale_offset': True, 'activation': 'gelu_tanh'}
 GELU_TANH = 'gelu_pytorch_tanh'
 
 
@@ -62,7 +58,8 @@ def read_qwen2(c: ConfigJson) -> Settings:
 
 
 def write_qwen2(m: TransformerConfig) -> Settings:
-    return _write_common(m) | {'hidden_act': 'silu'} | _write_windows(m, 'use_sliding_window')
+    known = {'hidden_act': 'silu', 'use_sliding_window': m.window is not None}
+    return _write_common(m) | known | _write_windows(m)
 
 
 def read_qwen3(c: ConfigJson) -> Settings:
@@ -101,17 +98,12 @@ def read_gemma2(c: ConfigJson) -> Settings:
 def write_gemma2(m: TransformerConfig) -> Settings:
     scale = m.attention_scale or m.head_dim**-0.5
     # The configuration has the whole number whose square root divides the products.
-    return (
-        _write_common(m)
-        | _write_windows(m)
-        | {
-            'hidden_act': GELU_TANH,
-            'hidden_activation': GELU_TANH,
-            'query_pre_attn_scalar': round(scale**-2, 6),
-            'attn_logit_softcapping': m.attention_soft_cap,
-            'final_logit_softcapping': m.logit_soft_cap,
-        }
-    )
+    return write_gemma(m) | {
+        **_write_windows(m),
+        'query_pre_attn_scalar': round(scale**-2, 6),
+        'attn_logit_softcapping': m.attention_soft_cap,
+        'final_logit_softcapping': m.logit_soft_cap,
+    }
 
 
 def read_gemma3(c: ConfigJson) -> Settings:
@@ -227,16 +219,13 @@ def _read_gemma2(c: ConfigJson) -> Settings:
     c.require('hidden_activation', GELU_TANH, default=GELU_TANH)
     head_dim, scalar = c.get('head_dim', 256), c.get('query_pre_attn_scalar', 256)
     biases = ('qkv', 'out') if c.get('attention_bias') else ()
-    return (
-        read_common(c, is_tied=True)
-        | GEMMA
-        | {
-            'head_dim': head_dim,
-            'post_norms': True,
-            'biases': biases,
-            'attention_scale': None if scalar == head_dim else scalar**-0.5,
-        }
-    )
+    return read_common(c, is_tied=True) | {
+        **GEMMA,
+        'head_dim': head_dim,
+        'post_norms': True,
+        'biases': biases,
+        'attention_scale': None if scalar == head_dim else scalar**-0.5,
+    }
 
 
 def _divide(c: ConfigJson, total: str, count: str) -> int:
@@ -299,14 +288,11 @@ def read_windows(c: ConfigJson, window: int | None, is_local: Callable[[int], bo
     raise c.cannot('layer_types', list(kinds), 'layers that are local, except every n-th')
 
 
-def _write_windows(m: TransformerConfig, switch: str | None = None) -> Settings:
-    settings: Settings = {
+def _write_windows(m: TransformerConfig) -> Settings:
+    return {
         'layer_types': [LOCAL if m.is_local(i) else GLOBAL for i in range(m.num_layers)],
         'sliding_window': m.window,
     }
-    if switch:
-        settings[switch] = m.window is not None
-    return settings
 
 
 # What changes how a model is trained or run, but not what it computes.

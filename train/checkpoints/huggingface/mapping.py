@@ -61,14 +61,9 @@ class Pair:
 
 
 def find_pairs(table: Table, ours: Mapping[str, HasShape]) -> dict[str, Pair]:
-    """Finds what each of our parameters is called in the files of a model.
+    """Finds what each of our parameters is called in the files of a model, by our name.
 
-    Args:
-      table: the arrays of the architecture.
-      ours: the arrays of a state, or what is known about them, by name.
-
-    Returns:
-      The pairs by our name. Names that the table does not have are left out.
+    Names that the table does not have are left out.
     """
     pairs = dict[str, Pair]()
     patterns = [(row, *_patterns(table, row)) for row in table.rows]

@@ -62,11 +62,9 @@ class PlannedModel:
     max_file_bytes: int = MAX_FILE_BYTES
 
     def write(self, folder: epath.Path, report: Callable[[int], None] = lambda size: None) -> None:
-        """Writes the folder. The arrays of one fused matrix are in memory at the same time.
+        """Writes a local folder. The arrays of one fused matrix are in memory at the same time.
 
-        Args:
-          folder: the local folder, which may not exist yet.
-          report: receives the size of each of our arrays after it has been written, in bytes.
+        `report` receives the size of each of our arrays after it has been written, in bytes.
         """
         writer = SafetensorsWriter(
             folder,

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from etils import epath
 
@@ -23,7 +24,7 @@ from train.checkpoints.huggingface.architectures import ModelConfig
 from train.checkpoints.huggingface.folders import open_parameters
 from train.checkpoints.huggingface.writer import PlannedModel, plan_model
 from train.checkpoints.matching import find_sources
-from train.checkpoints.orbax.trees import fill_tree, has_structure, make_tree
+from train.checkpoints.orbax.trees import has_structure, make_tree
 from train.checkpoints.steps import record
 from train.checkpoints.steps.manifest import complete_step
 from train.checkpoints.steps.record import TEMPORARY
@@ -258,7 +259,7 @@ def _write_orbax(conversion: Conversion, report: Callable[[int], None]) -> None:
     from train.checkpoints.orbax.copies import write_arrays
 
     folder, step = conversion.folder, conversion.step
-    tree = fill_tree(conversion.tree, conversion.arrays)
+    tree = jax.tree.map(conversion.arrays.__getitem__, conversion.tree)
     folder.parent.mkdir(parents=True, exist_ok=True)
     if conversion.format == 'orbax':
         write_arrays(folder, tree, report)

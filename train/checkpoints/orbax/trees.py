@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,10 +20,7 @@ class _Key(NamedTuple):
 
 
 def read_tree(folder: epath.Path) -> Any:
-    """Reads the tree that Orbax has written into a folder.
-
-    Args:
-      folder: the folder of one item, such as `<step>/state`.
+    """Reads the tree that Orbax has written into the folder of an item, such as `<step>/state`.
 
     Returns:
       Dicts and lists, with the name of an array in its place, and None where a part is empty. A
@@ -44,11 +41,6 @@ def make_tree(names: Iterable[str]) -> Any:
     for name in names:
         _put(root, [_Key(key, False) for key in name.split('/')], name)
     return _with_lists(root)
-
-
-def fill_tree(tree: Any, arrays: Mapping[str, Any]) -> Any:
-    """The tree with the arrays in place of their names."""
-    return jax.tree.map(arrays.__getitem__, tree)
 
 
 def has_structure(tree: Any) -> bool:

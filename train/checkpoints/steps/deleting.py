@@ -88,11 +88,6 @@ def delete_step(path: epath.Path) -> None:
 def delete_unfinished(directory: epath.Path, prefix: str, below: int) -> None:
     """Deletes what saves and deletions of this package before a good step have left unfinished.
 
-    Args:
-      directory: the folder of checkpoints.
-      prefix: the beginning of the names of steps.
-      below: the good step.
-
     Raises:
       OSError: if something cannot be deleted.
     """

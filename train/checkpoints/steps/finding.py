@@ -94,12 +94,7 @@ def find_steps(directory: epath.Path, prefix: str = '') -> tuple[dict[int, epath
 
 
 def is_copy(folder: epath.Path, step: int) -> bool:
-    """Whether a step of this package has been copied or renamed, so that its name is wrong.
-
-    Args:
-      folder: the folder of a damaged or unfinished step.
-      step: the step in its name.
-    """
+    """Whether a damaged or unfinished step has been copied or renamed, so its name is wrong."""
     found = if_intact(read_manifest, folder) or if_intact(read_record, folder)
     return found is not None and found.step != step
 
@@ -190,11 +185,7 @@ def _describe_other(path: epath.Path) -> str:
 
 
 def t5x_steps(directory: epath.Path) -> list[int]:
-    """Returns the steps of T5X's checkpoints in a folder, `checkpoint_<step>`, in ascending order.
-
-    Args:
-      directory: the folder of a run. It need not exist.
-    """
+    """Returns the steps of T5X's checkpoints in the folder of a run, which need not exist."""
     try:
         names = [path.name for path in directory.iterdir()]
     except (FileNotFoundError, NotADirectoryError):

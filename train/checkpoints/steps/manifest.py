@@ -105,10 +105,7 @@ def package_versions() -> dict[str, str]:
 
 
 def read_manifest(folder: epath.Path) -> Manifest | None:
-    """Reads the manifest of a step, or returns None if the folder has none.
-
-    Args:
-      folder: the folder of the step.
+    """Reads the manifest of a step, or returns None if its folder has none.
 
     Raises:
       DamagedCheckpoint: if the manifest itself is damaged.
@@ -200,9 +197,7 @@ def record_file(path: epath.Path, *, durable: bool = False) -> FileRecord:
 def complete_step(folder: epath.Path, step: int) -> None:
     """Writes the manifest of a step, or this process's part of it, when its files are on the disk.
 
-    Args:
-      folder: the folder of the step, which Orbax has committed.
-      step: the step.
+    Orbax must have committed the folder of the step.
 
     Raises:
       OSError: if a file cannot be read, or the manifest cannot be written.

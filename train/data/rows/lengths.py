@@ -13,11 +13,7 @@ FEATURES = ('inputs', 'targets')
 
 
 def check_lengths(name: str, lengths: Lengths) -> None:
-    """Checks that a setting has lengths.
-
-    Args:
-      name: the setting, for the message.
-      lengths: its value.
+    """Checks the lengths that a setting of this name has.
 
     Raises:
       ConfigError: if it is neither a number nor a mapping of numbers.

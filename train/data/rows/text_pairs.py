@@ -12,28 +12,14 @@ import numpy as np
 from train.data.rows.lengths import Lengths, check_lengths, pair_lengths
 from train.data.rows.open_task import Rows
 from train.data.rows.packing import Row
-from train.data.rows.pair_tasks import Architecture, MakeRow, PairTask, check_padding
-from train.data.rows.pairs import Ending, Pair
+from train.data.rows.pair_tasks import Architecture, PairTask, check_padding
+from train.data.rows.pairs import Pair
 from train.data.rows.span_corruption import Corruption, CorruptSpans, CutAtRandom, Texts
 from train.data.rows.tasks import SourceTask
 from train.data.text.byt5 import ByT5Tokenizer
 from train.data.text.stream import Stream
 from train.data.text.tokenizers import Tokenizer
 from train.errors import ConfigError, check_counts
-
-
-@dataclasses.dataclass(frozen=True)
-class _MadeRow:
-    """Makes a row of one text, at random."""
-
-    make_pair: Callable[[np.ndarray, np.random.Generator], Pair]
-    endings: tuple[Ending, Ending]
-    make_row: MakeRow
-
-    def __call__(self, text: np.ndarray, rng: np.random.Generator) -> Row:
-        pair = self.make_pair(text, rng)
-        inputs, targets = (cut(x) for cut, x in zip(self.endings, pair, strict=True))
-        return self.make_row([(inputs, targets)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,8 +44,12 @@ class TextPairTask(SourceTask, PairTask):
         check_padding(self.tokenizer)
         text_length, inputs, targets = self._row_lengths(lengths)
         limits = (inputs, targets) if self._cuts else (inputs + targets,) * 2
-        endings = (Ending(limits[0], None), Ending(limits[1], None))
-        make = _MadeRow(self._make_pair(), endings, self.make_row_of(inputs, targets))
+        make_pair, make_row = self._make_pair(), self.make_row_of(inputs, targets)
+
+        def make(text: np.ndarray, rng: np.random.Generator) -> Row:
+            x, y = make_pair(text, rng)
+            return make_row([(x[: limits[0]], y[: limits[1]])])
+
         return lambda stream: Rows(Texts(stream, text_length), make)
 
     @abc.abstractmethod
