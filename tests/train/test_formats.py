@@ -13,8 +13,7 @@ from etils import epath
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
-from train.checkpoints.arrays.pieces import piece_shape, split
-from train.checkpoints.arrays.stored import StoredArray, in_memory
+from train.checkpoints.arrays.stored import StoredArray, in_memory, piece_shape, split
 from train.checkpoints.formats.opening import (
     choose_place,
     examine_place,
@@ -23,9 +22,9 @@ from train.checkpoints.formats.opening import (
     open_checkpoint,
     other_content,
 )
-from train.checkpoints.formats.t5x_names import sources_for_t5x, sources_in_t5x
+from train.checkpoints.formats.t5x_files import sources_for_t5x, sources_in_t5x
 from train.checkpoints.offline.converting import plan_conversion, write
-from train.checkpoints.offline.grouping import group_arrays
+from train.checkpoints.offline.summary import group_arrays
 from train.errors import ConfigError
 
 rng = np.random.default_rng(0)
@@ -343,7 +342,7 @@ def stored(shape, chunk=None, dtype='float32'):
 )
 @pytest.mark.parametrize('limit', [4, 40, 2**28])
 def test_pieces_cover_an_array_once_and_cut_no_chunk(monkeypatch, shape, chunk, limit):
-    monkeypatch.setattr('train.checkpoints.arrays.pieces.PIECE_BYTES', limit)
+    monkeypatch.setattr('train.checkpoints.arrays.stored.PIECE_BYTES', limit)
     array = stored(shape, chunk)
     seen = np.zeros(shape, int)
     for index in split(array):

@@ -16,8 +16,8 @@ from small import records
 
 from partitioning import TrainState
 from train.checkpoints import CheckpointConfig, Checkpoints, complete_steps, folder as module
+from train.checkpoints.folder import find_surplus
 from train.checkpoints.orbax.files import read_orbax
-from train.checkpoints.retention import find_surplus
 from train.errors import ConfigError
 
 SECONDS = 120  # Far longer than any save takes.

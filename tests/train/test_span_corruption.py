@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from train.data import ByT5Tokenizer, ByteTokenizer, SpanCorruption
-from train.data.rows.span_corruption import Corruption, CorruptSpans
+from train.data.rows.text_pairs import Corruption, CorruptSpans
 from train.data.text.sources import Records
 from train.errors import ConfigError
 

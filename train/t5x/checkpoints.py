@@ -20,8 +20,7 @@ from train import checkpoints
 from train.checkpoints import complete_steps
 from train.checkpoints.arrays.stored import StoredArray, repeat_first
 from train.checkpoints.config import WhenBusy
-from train.checkpoints.formats.t5x_files import read_arrays
-from train.checkpoints.formats.t5x_names import STEP
+from train.checkpoints.formats.t5x_files import STEP, read_arrays
 from train.checkpoints.reading import CheckpointReader
 from train.checkpoints.steps.finding import saved_steps, t5x_format, t5x_steps, usable_t5x_steps
 from train.errors import ConfigError, check_counts, first_line

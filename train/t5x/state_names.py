@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from partitioning.state.boxes import key_names
-from train.checkpoints.formats.t5x_names import STEP, name_in_t5x
+from train.checkpoints.formats.t5x_files import STEP, name_in_t5x
 from train.optimizers.factored import AdafactorState
 
 # The beginnings of the names of what an evaluation needs.

@@ -12,10 +12,8 @@ from etils import epath
 
 from train.checkpoints.arrays.stored import StoredArray
 from train.checkpoints.formats.safetensors_files import has_safetensors, open_safetensors
-from train.checkpoints.formats.t5x_files import read_arrays
-from train.checkpoints.formats.t5x_names import STEP, is_t5x
-from train.checkpoints.orbax.files import read_orbax
-from train.checkpoints.orbax.trees import read_tree
+from train.checkpoints.formats.t5x_files import STEP, is_t5x, read_arrays
+from train.checkpoints.orbax.files import read_orbax, read_tree
 from train.checkpoints.steps.finding import examine, find_steps
 from train.checkpoints.steps.manifest import DamagedCheckpoint, read_manifest
 from train.checkpoints.steps.record import TEMPORARY

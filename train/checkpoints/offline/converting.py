@@ -19,12 +19,12 @@ from train.checkpoints.arrays.stored import StoredArray, in_memory, is_floating,
 from train.checkpoints.config import Renames
 from train.checkpoints.formats.opening import Checkpoint, Format, other_content
 from train.checkpoints.formats.safetensors_writer import write_safetensors
-from train.checkpoints.formats.t5x_names import is_t5x, sources_for_t5x, sources_in_t5x
+from train.checkpoints.formats.t5x_files import is_t5x, sources_for_t5x, sources_in_t5x
 from train.checkpoints.huggingface.architectures import ModelConfig
 from train.checkpoints.huggingface.folders import open_parameters
 from train.checkpoints.huggingface.writer import PlannedModel, plan_model
 from train.checkpoints.matching import find_sources
-from train.checkpoints.orbax.trees import has_structure, make_tree
+from train.checkpoints.orbax.files import has_structure, make_tree
 from train.checkpoints.steps import record
 from train.checkpoints.steps.manifest import complete_step
 from train.checkpoints.steps.record import TEMPORARY

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from etils import epath
 
 from partitioning.untrusted_text import parse_json
 from train.checkpoints.arrays.stored import Bounds, StoredArray, kvstore_of, open_stores
-from train.checkpoints.orbax.trees import NO_ARRAY
 from train.checkpoints.steps.manifest import is_array_file
 from train.checkpoints.steps.verifying import open_checked
 
+# What Orbax calls a part of a tree that has no array.
+NO_ARRAY = ('None', 'Dict', 'List', 'Tuple', 'NamedTuple', 'string')
 # The file with the shape, the dtype and the chunks of an array.
 _DESCRIPTIONS = {'zarr': '.zarray', 'zarr3': 'zarr.json'}
 
@@ -116,3 +118,61 @@ def _chunk_files(metadata: Any, chunk: Sequence[int], bounds: Bounds) -> list[st
     encoding = metadata['chunk_key_encoding']
     separator = encoding.get('configuration', {}).get('separator', '/')
     return [separator.join(['c', *map(str, place)]) for place in itertools.product(*numbers)]
+
+
+# The trees that Orbax saves: dicts and lists of arrays, in which a part may be empty.
+
+
+class _Key(NamedTuple):
+    name: str
+    is_index: bool
+
+
+def read_tree(folder: epath.Path) -> Any:
+    """Reads the tree that Orbax has written into the folder of an item, such as `<step>/state`.
+
+    Returns:
+      Dicts and lists, with the name of an array in its place, and None where a part is empty. A
+      name is the keys of an array in the tree, joined by '/'.
+    """
+    root: dict[Any, Any] = {}
+    for entry in parse_json((folder / '_METADATA').read_text())['tree_metadata'].values():
+        keys = [_Key(str(key['key']), key['key_type'] == 1) for key in entry['key_metadata']]
+        has_array = entry.get('value_metadata', {}).get('value_type') not in NO_ARRAY
+        leaf = '/'.join(key.name for key in keys) if has_array else None
+        _put(root, keys, leaf)
+    return _with_lists(root)
+
+
+def make_tree(names: Iterable[str]) -> Any:
+    """The tree of dicts that gives arrays these names."""
+    root: dict[Any, Any] = {}
+    for name in names:
+        _put(root, [_Key(key, False) for key in name.split('/')], name)
+    return _with_lists(root)
+
+
+def has_structure(tree: Any) -> bool:
+    """Whether a tree has lists or empty parts, which names of arrays alone do not tell."""
+    return tree is not None and tree != make_tree(jax.tree.leaves(tree))
+
+
+def _put(root: dict[Any, Any], keys: list[_Key], leaf: str | None) -> None:
+    """Adds a leaf to a tree of dicts."""
+    parent = root
+    for key in keys[:-1]:
+        parent = parent.setdefault(key, {})
+        if not isinstance(parent, dict):
+            raise ValueError(f'{leaf} is below {parent}, which is an array')
+    if keys[-1] in parent:
+        raise ValueError(f'{leaf} is an array, but other arrays are below it')
+    parent[keys[-1]] = leaf
+
+
+def _with_lists(tree: Any) -> Any:
+    """The tree with a list for every dict whose keys are indices, and names as keys elsewhere."""
+    if not isinstance(tree, dict):
+        return tree
+    if tree and all(key.is_index for key in tree):
+        return [_with_lists(tree[key]) for key in sorted(tree, key=lambda key: int(key.name))]
+    return {key.name: _with_lists(value) for key, value in tree.items()}
