@@ -59,7 +59,7 @@ class Checkpoints(CheckpointReader):
         self.directory = absolute(epath.Path(directory))
         self.texts: Mapping[str, str] = {}
         self._restore = restore
-        self._config, self._steps = config, frozenset(config.steps)
+        self._config = config
         self.casts = self.casts or config.dtype is not None
         self._writer: StepWriter | None = None
         self._saving: threading.Thread | None = None
@@ -124,10 +124,9 @@ class Checkpoints(CheckpointReader):
           step: the step.
           ending: whether the run ends after it.
         """
-        if step in self._steps or (ending and self._config.at_end):
+        if step in self._config.steps or (ending and self._config.at_end):
             return True
-        periodic = self._config.period and step % self._config.period == 0
-        due = bool(periodic) or self._postponed
+        due = self._config.plans(step) or self._postponed
         if not due or self._config.when_busy == 'wait' or not any_process(self.is_saving):
             return due
         self._postponed = self._config.when_busy == 'later'

@@ -170,7 +170,9 @@ class PreparedPredictionFiles:
             written: Sequence[Any] = ()
             with owner.console.phase(f'writing {files.path.name}'):
                 if jax.process_index() == 0:
-                    written = files.finish(self._num_parts(task), settings.merge_parts)
+                    rows_per_part = self._batch_size * settings.batches_per_part
+                    num_parts = -(-len(task.rows) // rows_per_part)
+                    written = files.finish(num_parts, settings.merge_parts)
             shown = [str(path) for path in written]
             shown = shown[:1] if len(shown) == 1 else [f'{files.folder} ({len(shown)} parts)']
             speed = f'{num_new / seconds:,.1f}'
@@ -178,9 +180,6 @@ class PreparedPredictionFiles:
         owner.console.heading(f'{settings.mode}, step {step}')
         owner.console.show(table)
         return {}
-
-    def _num_parts(self, task: TaskExamples) -> int:
-        return -(-len(task.rows) // (self._batch_size * self.settings.batches_per_part))
 
     def _write_parts(
         self, infer: Any, state: TrainState, step: int, task: TaskExamples, files: PartFiles
