@@ -16,6 +16,7 @@ Text-to-Text Transformer" (2020), section 3.1.4 and appendix: 15 % in spans of 3
 from __future__ import annotations
 
 import abc
+import bisect
 import dataclasses
 import math
 from collections.abc import Callable
@@ -61,14 +62,9 @@ class Corruption:
 
     def longest_text(self, encoder_length: int) -> int:
         """The length of the longest text that fits into `encoder_length`, or 0 if none does."""
+        texts = range(math.ceil((encoder_length + 2) / (1 - self.density)) + 2)
         # A bisection, because a longer text never has fewer encoder tokens.
-        fits, too_long = 0, math.ceil((encoder_length + 2) / (1 - self.density)) + 2
-        while too_long - fits > 1:
-            middle = (fits + too_long) // 2
-            if self.lengths(middle)[0] <= encoder_length:
-                fits = middle
-            else:
-                too_long = middle
+        fits = bisect.bisect(texts, encoder_length, key=lambda length: self.lengths(length)[0]) - 1
         return fits if fits >= 2 else 0
 
     def spans(self, length: int, rng: np.random.Generator) -> np.ndarray:
@@ -126,21 +122,6 @@ class CorruptSpans:
         targets = np.insert(text[cut], spans, sentinels)
         end = np.array([self.end], text.dtype)
         return np.concatenate([inputs[~cut | first], end]), np.concatenate([targets, end])
-
-
-@dataclasses.dataclass(frozen=True)
-class CutAtRandom:
-    """Turns a text into inputs, its beginning, and targets, the rest. Each has a token or more.
-
-    Attributes:
-      end: the token at the end of the targets.
-    """
-
-    end: int
-
-    def __call__(self, text: np.ndarray, rng: np.random.Generator) -> Pair:
-        place = int(rng.integers(1, len(text))) if len(text) > 1 else 0
-        return text[:place], np.append(text[place:], text.dtype.type(self.end))
 
 
 def _random_parts(total: int, parts: int, rng: np.random.Generator) -> np.ndarray:
@@ -284,4 +265,9 @@ class PrefixLM(TextPairTask):
         return text_length, inputs, targets
 
     def _make_pair(self) -> Callable[[np.ndarray, np.random.Generator], Pair]:
-        return CutAtRandom(self.tokenizer.separator)
+        def cut(text: np.ndarray, rng: np.random.Generator) -> Pair:
+            """Cuts a text into its beginning and the rest. Each has a token or more."""
+            place = int(rng.integers(1, len(text))) if len(text) > 1 else 0
+            return text[:place], np.append(text[place:], text.dtype.type(self.tokenizer.separator))
+
+        return cut
