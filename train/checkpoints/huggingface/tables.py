@@ -65,7 +65,8 @@ class Table:
 def _rows(ours: str, theirs: str, *lines: tuple[str, ...]) -> tuple[Row, ...]:
     """Rows whose names begin with `ours` and `theirs`.
 
-    A line may end with the dimensions of a bias. Its row is then about the weight and the bias.
+    A line has the elements of a `Row`. If it ends with the dimensions of a bias, it stands for two
+    rows, and `.weight` and `.bias` are added to the name in the files.
     """
     rows = list[Row]()
     for our_name, our_dimensions, their_name, their_dimensions, *bias in lines:
@@ -158,8 +159,8 @@ GPT2 = Table(
 
 
 def _t5_attention(ours: str, theirs: str, norm: str) -> tuple[Row, ...]:
-    """The rows of an attention layer. `theirs` is the sublayer with it, `norm` the norm before."""
-    sublayer, _ = theirs.rsplit('.', 1)
+    """The rows of an attention layer, and of the norm before it, whose name here is `norm`."""
+    sublayer = theirs.rpartition('.')[0]
     return (
         *_rows(
             f'{ours}/',
