@@ -200,17 +200,6 @@ def too_large(file: File, limit: int) -> str:
     )
 
 
-def read_up_to(stream: BinaryIO, size: int) -> bytes:
-    """Reads the rest of a stream, or its first `size` bytes if there are more.
-
-    A small compressed file can have gigabytes, so memory is taken only as they come.
-    """
-    content = io.BytesIO()
-    while piece := stream.read(min(1 << 20, size - content.tell())):
-        content.write(piece)
-    return content.getvalue()
-
-
 # Streams that end in an error before they take too much memory or disk.
 
 

@@ -9,6 +9,7 @@ import abc
 import contextlib
 import dataclasses
 import inspect
+import io
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,6 @@ from train.data.text.files import (
     decompressed_limit,
     find_files,
     open_file,
-    read_up_to,
     too_large,
 )
 from train.errors import ConfigError, check_counts, first_line
@@ -237,8 +237,12 @@ class TextFiles(FileSource):
     max_document_bytes: int = 128 << 20
 
     def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
+        # A small compressed file can have gigabytes, so memory is taken only as they come.
+        content, limit = io.BytesIO(), self.max_document_bytes + 1
         with self.open(file) as (stream, _):
-            yield None, read_up_to(stream, self.max_document_bytes + 1), file.size
+            while piece := stream.read(min(1 << 20, limit - content.tell())):
+                content.write(piece)
+            yield None, content.getvalue(), file.size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
