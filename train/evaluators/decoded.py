@@ -28,6 +28,7 @@ from train.evaluators.references import (
     partition_prediction,
 )
 from train.evaluators.text_metrics import Metric
+from train.processes.activity import calling_compiler
 from train.reporting.reports import format_scores
 
 LONGEST: Lengths = {'inputs': None, 'targets': None}
@@ -116,7 +117,13 @@ class PreparedDecodedText:
             tokens: Any = getattr(found, 'tokens', found)
             return tokens if tokens.ndim == 2 else tokens[:, -1]
 
-        return partition_prediction(self.owner, self.name, predict)
+        partitioned = partition_prediction(self.owner, self.name, predict)
+
+        def infer(*given: Any) -> Any:
+            with calling_compiler():  # The first call with rows of another length compiles.
+                return partitioned(*given)
+
+        return infer
 
     def run(self, state: TrainState, step: int) -> dict[str, float]:
         scores, owner, settings = dict[str, float](), self.owner, self.settings

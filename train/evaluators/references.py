@@ -20,7 +20,7 @@ from train.data.text.tokenizers import Tokenizer
 from train.decoding import Predictions
 from train.errors import ConfigError
 from train.evaluators.evaluator import EvaluatedRun, feeding, partition_scoring
-from train.processes.activity import calling_compiler, wait_for_devices
+from train.processes.activity import wait_for_devices
 
 Postprocess = Callable[..., Any]
 # (objective, params, batch, key, variables=..., end_token=...) -> tokens [batch, length]
@@ -165,8 +165,7 @@ def iterate_outputs(
         for number, batch in numbered:
             batch.pop('row_weights')
             given = (state.params, state.flax_mutables, batch, jax.random.fold_in(run.key, number))
-            with calling_compiler():
-                output = infer(*given)
+            output = infer(*given)
             wait_for_devices(output)
             done = min((number + 1) * size, num_rows)
             arrays, count = jax.tree.map(np.asarray, output), done - number * size
