@@ -113,9 +113,7 @@ class CheckpointReader(abc.ABC):
           ConfigError: if a setting cannot be honoured. Differences between the arrays raise
             nothing; they are in the result.
         """
-        state = self._without_optimizer(abstract_state) if variables_only else abstract_state
-        parts = self.variables if variables_only else self._parts
-        self._check_dtype(state)
+        state, parts = self._select(abstract_state, variables_only)
         by_name = self._by_name(state)
         with raise_on_all_processes():
             self._check_description(step)
@@ -153,63 +151,18 @@ class CheckpointReader(abc.ABC):
             written. All processes raise it.
           ConfigError: if the checkpoint has different arrays, shapes or dtypes than the state.
         """
-        if variables_only:
-            state = self._without_optimizer(abstract_state)
-            return self._read(step, state, self.variables, initialize)
-        self._check_dtype(abstract_state)
-        return self._read(step, abstract_state, self._parts, initialize)
-
-    @property
-    def _settings(self) -> RestoreConfig:
-        return self._restore or _OwnCheckpoint(path=str(self.directory))
-
-    @property
-    def _parts(self) -> tuple[str, ...]:
-        """The beginnings of the names of the arrays that a run restores."""
-        return self.variables if self._settings.parameters_only else ('',)
-
-    def _without_optimizer(self, abstract_state: Any) -> Any:
-        """The state that an evaluation needs, with parameters of the dtype that is asked for."""
-        state = abstract_state.replace(opt_state=None)
-        dtype = self._settings.dtype
-        return state if dtype is None else state.replace(params=with_dtype(state.params, dtype))
-
-    def _check_dtype(self, abstract_state: Any) -> None:
-        """Checks that the parameters to train have the dtype that is asked for."""
-        dtype, setting = self._settings.dtype, self._settings.dtype_setting
-        if dtype is None:
-            return
-        for path, x in jax.tree_util.tree_leaves_with_path(abstract_state.params):
-            if is_floating(x) and x.dtype != jnp.dtype(dtype):
-                raise ConfigError(
-                    f'{setting} is {dtype!r}, but this run trains {path_str(path)} in {x.dtype}: '
-                    f'write {setting} = {str(x.dtype)!r}, or leave it out'
-                )
-
-    def _by_name(self, abstract_state: Any) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of a state, by their names in the checkpoint."""
-        return dict(zip(self.names(abstract_state), jax.tree.leaves(abstract_state), strict=True))
-
-    def _check_description(self, step: int) -> None:
-        """Process 0 checks the files that do not belong to an array."""
-        if jax.process_index() == 0 and (checked := open_checked(self.path(step))) is not None:
-            checked.check_description()
-
-    def _read(
-        self, step: int, abstract_state: Any, parts: tuple[str, ...], initialize: Initialize | None
-    ) -> Any:
-        """Reads the arrays of a state. `parts` are the beginnings of the names to compare."""
-        flat, treedef = jax.tree_util.tree_flatten_with_path(abstract_state)
+        state, parts = self._select(abstract_state, variables_only)
+        flat, treedef = jax.tree_util.tree_flatten_with_path(state)
         wanted = {path_str(path): struct for path, struct in flat}
         with raise_on_all_processes():
             self._check_description(step)
-            by_name = self._by_name(abstract_state)
+            by_name = self._by_name(state)
             can_initialize = initialize is not None
             stored, differences = self._match(step, by_name, parts, can_initialize=can_initialize)
             where = str(self.path(step))
             if problem := find_problem(differences, self._settings, where=where):
                 raise ConfigError(problem)
-        names = zip(wanted, self.names(abstract_state), strict=True)
+        names = zip(wanted, self.names(state), strict=True)
         found = {path: stored[name] for path, name in names if name in stored}
         with raise_on_all_processes():
             try:
@@ -220,6 +173,39 @@ class CheckpointReader(abc.ABC):
         if initialize is not None and (missing := wanted.keys() - arrays.keys()):
             arrays |= initialize(missing)
         return jax.tree.unflatten(treedef, [arrays[path] for path in wanted])
+
+    @property
+    def _settings(self) -> RestoreConfig:
+        return self._restore or _OwnCheckpoint(path=str(self.directory))
+
+    def _select(self, abstract_state: Any, variables_only: bool) -> tuple[Any, tuple[str, ...]]:
+        """The part of a state that is restored, and the beginnings of the names of its arrays.
+
+        Parameters to train must have the dtype that is asked for. Others are converted to it.
+        """
+        dtype, setting = self._settings.dtype, self._settings.dtype_setting
+        if variables_only:
+            state = abstract_state.replace(opt_state=None)
+            if dtype is not None:
+                state = state.replace(params=with_dtype(state.params, dtype))
+            return state, self.variables
+        params = () if dtype is None else abstract_state.params
+        for path, x in jax.tree_util.tree_leaves_with_path(params):
+            if is_floating(x) and x.dtype != jnp.dtype(dtype):
+                raise ConfigError(
+                    f'{setting} is {dtype!r}, but this run trains {path_str(path)} in {x.dtype}: '
+                    f'write {setting} = {str(x.dtype)!r}, or leave it out'
+                )
+        return abstract_state, self.variables if self._settings.parameters_only else ('',)
+
+    def _by_name(self, abstract_state: Any) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of a state, by their names in the checkpoint."""
+        return dict(zip(self.names(abstract_state), jax.tree.leaves(abstract_state), strict=True))
+
+    def _check_description(self, step: int) -> None:
+        """Process 0 checks the files that do not belong to an array."""
+        if jax.process_index() == 0 and (checked := open_checked(self.path(step))) is not None:
+            checked.check_description()
 
     def _match(
         self, step: int, by_name: Wanted, parts: tuple[str, ...], *, can_initialize: bool
