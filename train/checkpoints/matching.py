@@ -135,13 +135,7 @@ def find_sources(
 def find_problem(
     differences: Collection[Difference], restore: RestoreConfig, *, where: str
 ) -> str | None:
-    """Says in one line why a checkpoint cannot be restored, or returns None if it can.
-
-    Args:
-      differences: what differs between the checkpoint and the run.
-      restore: the settings.
-      where: the checkpoint.
-    """
+    """Says in one line why a checkpoint cannot be restored, or returns None if it can."""
     wrong = [difference for difference in differences if not difference.is_allowed]
     if not wrong:
         return None

@@ -79,11 +79,8 @@ class Feed:
     def restart(self, first_step: int) -> None:
         """Continues with the batch of another step.
 
-        Args:
-          first_step: the step of the next batch.
-
         Raises:
-          ConfigError: if it is not an integer >= 0.
+          ConfigError: if the step is not an integer >= 0.
         """
         check_counts(minimum=0, first_step=first_step)
         _close_all(self._iterators)

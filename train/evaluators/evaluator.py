@@ -141,12 +141,9 @@ class _Prepared:
 
 
 def partition_scoring(run: EvaluatedRun, function: Callable[..., Any], *others: Any) -> Any:
-    """Partitions a function over the devices of a run.
+    """Partitions a function (parameters, variables, batch, ...) over the devices of a run.
 
-    Args:
-      run: the run.
-      function: a function (parameters, variables, batch, ...).
-      others: the specs of its other arguments.
+    `others` are the specs of its other arguments.
     """
     partitioner, specs = run.config.partitioner, run.plan.specs
     resources = (specs.params, specs.flax_mutables, partitioner.data_partition_spec, *others)

@@ -156,11 +156,6 @@ def as_bfloat16(array: StoredArray) -> StoredArray:
 def with_dtype(array: StoredArray, dtype: np.dtype, name: str) -> StoredArray:
     """An array whose values are converted to another floating-point dtype when they are read.
 
-    Args:
-      array: the array.
-      dtype: the dtype.
-      name: the name of the array, for the message.
-
     Raises:
       ConfigError: when a slice is read that has finite values beyond the range of the dtype.
     """

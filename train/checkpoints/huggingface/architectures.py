@@ -110,9 +110,6 @@ def is_tied(model: ModelConfig) -> bool:
 def describe_model(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     """Finds the architecture that computes what our model does.
 
-    Args:
-      model: the settings of our model.
-
     Returns:
       Its `model_type`, and the settings of its `config.json`.
 

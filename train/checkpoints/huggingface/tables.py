@@ -52,11 +52,9 @@ class Table:
     ignored_if_tied: tuple[str, ...] = (r'lm_head\.weight',)
 
     def ignores(self, name: str, *, is_tied: bool) -> bool:
-        """Whether an array of a file is not a weight, or is a copy of another one.
+        """Whether the array of this name is not a weight, or is a copy of another one.
 
-        Args:
-          name: its name in the file.
-          is_tied: whether the output layer is the embedding.
+        If `is_tied`, the output layer is the embedding.
         """
         patterns = self.ignored + (self.ignored_if_tied if is_tied else ())
         return any(re.fullmatch(pattern, name) for pattern in patterns)

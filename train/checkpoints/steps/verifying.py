@@ -78,11 +78,7 @@ def check_content(
 ) -> None:
     """Checks one file against its checksum.
 
-    Args:
-      folder: the folder of the step.
-      name: the path of the file below it.
-      record: what the manifest says.
-      read: reads the file and returns its size and checksum.
+    `read` reads the file and returns its size and checksum.
 
     Raises:
       DamagedCheckpoint: if the file cannot be read, or has another size or content.

@@ -227,10 +227,6 @@ def record_ranges(file: File, max_document_bytes: int) -> Iterator[tuple[int, in
 
     The last range contains the file's own index, too, which consists of records.
 
-    Args:
-      file: the file.
-      max_document_bytes: the greatest size of a document.
-
     Raises:
       ConfigError: if a group of records is too large, or the file is damaged.
     """
