@@ -1,6 +1,6 @@
 """Everything in `partitioning` that depends on names of jax which are not public.
 
-`tests/partitioning/test_jax_private.py` fails first when jax changes one of them.
+`tests/partitioning/test_compiler_options.py` fails first when jax changes one of them.
 """
 
 from __future__ import annotations
