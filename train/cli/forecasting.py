@@ -44,6 +44,11 @@ golden forecast, and 2 after an error.
 
 def forecast(arguments: Sequence[str], prog: str) -> int:
     """Runs `meshwright forecast`, and returns its exit status."""
+    options = _make_parser(prog).read(arguments)
+    return run_command(lambda: _answer(options, prog), options)
+
+
+def _make_parser(prog: str) -> CommandParser:
     parser = CommandParser(prog, 'RUN ... --topology=TOPOLOGY [...]', _DESCRIPTION)
     add_runs(parser, '*')
     add_topologies(parser)
@@ -77,44 +82,44 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
         '--update', action='store_true', help='with --golden: replace the golden forecasts'
     )
     searching.add_flags(parser)
-    options = parser.read(arguments)
+    return parser
 
-    def command() -> int:
-        leave_devices_alone()
-        from meshwright import forecast_table
-        from train.errors import ConfigError, os_errors_as
-        from train.paths import as_path
-        from train.planning.machines import check_compilers, parse_machine
 
-        if options.update and not options.golden:
-            raise ConfigError('--update replaces golden forecasts: name their folder, --golden=DIR')
-        if not options.runs and not options.gin_file:
-            raise ConfigError(f'no run: name one, such as `{prog} pretrain --topology=v5p:4x4x4`')
-        machines = [parse_machine(name, on_cpu=options.on_cpu) for name in options.topology]
-        if options.search:
-            searching.check_flags(options)
-        if not options.no_compile:
-            check_compilers(machines)
-        if options.search:
-            return searching.search_settings(options, machines[0])
-        folder = None
-        if options.out:  # before anything takes long
-            folder = as_path('--out', options.out)
-            with os_errors_as(f'--out={options.out} cannot be created:'):
-                folder.mkdir(parents=True, exist_ok=True)
-        configure(options, [searching.DEFAULTS, *(find_gin_file(one) for one in options.runs)])
-        forecasts, programs = _forecast_all(machines, options)
-        if options.json:
-            print(_to_json(forecasts))
-        else:
-            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
-            print(forecast_table(forecasts, width=width))
-        if folder is not None:
-            _write_files(forecasts, programs, folder)
-        unchanged = options.golden is None or _is_unchanged(forecasts, options)
-        return int(not unchanged or any(one.fits is False for one in forecasts))
+def _answer(options: argparse.Namespace, prog: str) -> int:
+    """Forecasts the runs on the machines, or searches their settings, and returns the status."""
+    leave_devices_alone()
+    from meshwright import forecast_table
+    from train.errors import ConfigError, os_errors_as
+    from train.paths import as_path
+    from train.planning.machines import check_compilers, parse_machine
 
-    return run_command(command, options)
+    if options.update and not options.golden:
+        raise ConfigError('--update replaces golden forecasts: name their folder, --golden=DIR')
+    if not options.runs and not options.gin_file:
+        raise ConfigError(f'no run: name one, such as `{prog} pretrain --topology=v5p:4x4x4`')
+    machines = [parse_machine(name, on_cpu=options.on_cpu) for name in options.topology]
+    if options.search:
+        searching.check_flags(options)
+    if not options.no_compile:
+        check_compilers(machines)
+    if options.search:
+        return searching.search_settings(options, machines[0])
+    folder = None
+    if options.out:  # before anything takes long
+        folder = as_path('--out', options.out)
+        with os_errors_as(f'--out={options.out} cannot be created:'):
+            folder.mkdir(parents=True, exist_ok=True)
+    configure(options, [searching.DEFAULTS, *(find_gin_file(one) for one in options.runs)])
+    forecasts, programs = _forecast_all(machines, options)
+    if options.json:
+        print(_to_json(forecasts))
+    else:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
+        print(forecast_table(forecasts, width=width))
+    if folder is not None:
+        _write_files(forecasts, programs, folder)
+    unchanged = options.golden is None or _is_unchanged(forecasts, options)
+    return int(not unchanged or any(one.fits is False for one in forecasts))
 
 
 def add_topologies(parser: argparse.ArgumentParser) -> None:
