@@ -33,8 +33,7 @@ from train.checkpoints.formats.t5x_files import read_arrays
 from train.optimizers import as_transformation
 from train.t5x.adafactor import Adafactor, standard_logical_factor_rules
 from train.t5x.checkpoint_configs import RestoreCheckpointConfig
-from train.t5x.checkpoints import T5XCheckpoints
-from train.t5x.state_names import names_of
+from train.t5x.checkpoints import T5XCheckpoints, names_of
 
 MESHES = ((1, 1), (4, 2), (2, 4))
 # A figure, the checkpoint it is of, the number of arrays compared, and the worst difference.

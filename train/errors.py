@@ -1,11 +1,14 @@
 """Errors that a user can fix, explained in one line."""
 
 import contextlib
+import dataclasses
 import importlib
+import math
 import os
 import re
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 # What a run does if its checkpoints or its metrics cannot be written.
 FailurePolicy = Literal['stop', 'continue']
@@ -30,6 +33,84 @@ def check_counts(minimum: int = 1, **counts: int) -> None:
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < minimum:
             raise ConfigError(f'{name} is {count!r}: it must be an integer >= {minimum}')
+
+
+def check_number(name: str, value: Any, allowed: str) -> None:
+    """Checks that a setting is a number in an interval.
+
+    Args:
+      name: the setting.
+      value: its value.
+      allowed: the interval in the usual notation, such as `[0, 1)` or `(0, inf)`. With
+        `(0, 1] or None`, None is allowed too.
+
+    Raises:
+      ConfigError: if the setting is not such a number.
+    """
+    interval, _, or_none = allowed.partition(' or ')
+    if value is None and or_none:
+        return
+    least, most = (float(end) for end in interval[1:-1].split(','))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        above = value >= least if interval[0] == '[' else value > least
+        below = value <= most if interval[-1] == ']' else value < most
+        if above and below:
+            return
+    bounds = f'{">=" if interval[0] == "[" else ">"} {least:g}'
+    if most < math.inf:
+        bounds += f' and {"<=" if interval[-1] == "]" else "<"} {most:g}'
+    raise ConfigError(
+        f'{name} is {value!r}: it must be a number {bounds}{", or None" if or_none else ""}'
+    )
+
+
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Checks that a setting has one of several values.
+
+    Raises:
+      ConfigError: if it has another one.
+    """
+    if value not in choices:
+        raise ConfigError(f'{name} is {value!r}: use {" or ".join(map(repr, choices))}')
+
+
+def check_fields(settings: Any, owner: str = '', **intervals: str) -> None:
+    """Checks that the fields of a dataclass have the values that their types allow.
+
+    Fields of other types than bools, numbers, literals and classes of settings are not checked.
+
+    Args:
+      settings: the dataclass.
+      owner: what precedes the names of its fields in messages, such as `Pipeline.`.
+      intervals: the interval of each number that may not be every integer >= 1 or number > 0, as
+        for `check_number`. Of an interval of integers, only the least one counts.
+
+    Raises:
+      ConfigError: if a field has another value.
+    """
+    for field, kind in get_type_hints(type(settings)).items():
+        name, value = f'{owner}{field}', getattr(settings, field)
+        kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+        if (value is None and NoneType in kinds) or len({*kinds} - {NoneType}) > 1:
+            continue
+        kind = next(one for one in kinds if one is not NoneType)
+        interval = intervals.get(field, '')
+        if get_origin(kind) is Literal:
+            check_choice(name, value, (*[None] * (len(kinds) > 1), *get_args(kind)))
+        elif kind is bool and not isinstance(value, bool):
+            raise ConfigError(f'{name} is {value!r}: use True or False; write {name} = True')
+        elif kind is int:
+            check_counts(int(interval[1:].partition(',')[0] or 1), **{name: value})
+        elif kind is float:
+            or_none = ' or None' if len(kinds) > 1 else ''
+            check_number(name, value, (interval or '(0, inf)') + or_none)
+        elif (
+            isinstance(kind, type)
+            and dataclasses.is_dataclass(kind)
+            and not isinstance(value, kind)
+        ):
+            article = 'an' if kind.__name__[0] in 'AEIO' else 'a'
+            raise ConfigError(f'{name} is {value!r}: it must be {article} {kind.__name__}')
 
 
 def check_seconds(**values: float) -> None:

@@ -1,5 +1,6 @@
 """Attention is computed by the kernels of the machine that a program is lowered for."""
 
+import dataclasses
 import re
 
 import jax
@@ -24,9 +25,8 @@ def lowered_text(machine, dtype='bfloat16', window=None, soft_cap=None, segmente
 
     def loss(q, k, v, segments, local):
         sight = Sight(window=window, local=local, segments_BL=segments if segmented else None)
-        attended = attend(
-            q, k, v, sight=sight, scale=0.1, soft_cap=soft_cap, settings=AttentionSettings()
-        )
+        sight = dataclasses.replace(sight, scale=0.1, soft_cap=soft_cap)
+        attended = attend(q, k, v, sight=sight, settings=AttentionSettings())
         return jnp.sum(attended.astype(jnp.float32))
 
     q, k = (jax.ShapeDtypeStruct((8, LENGTH, heads, 64), dtype) for heads in (4, 2))

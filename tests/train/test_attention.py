@@ -86,8 +86,10 @@ def test_attention_agrees_with_its_definition(
 
     def ours(q, k, v, segments, local):
         local = True if local is None else local
-        sight = Sight(window=window, local=local, segments_BL=segments)
-        return attend(q, k, v, sight=sight, scale=SCALE, soft_cap=soft_cap, settings=settings)
+        sight = Sight(
+            window=window, local=local, segments_BL=segments, scale=SCALE, soft_cap=soft_cap
+        )
+        return attend(q, k, v, sight=sight, settings=settings)
 
     rules = [('kv_heads', None), *RULES] if kv_heads < mesh[1] else RULES
     step = partitioner(*mesh, logical_axis_rules=rules).partition(
@@ -110,7 +112,7 @@ REFUSED = [
 def test_kernels_refuse_what_they_cannot_do(kind, length, slots, settings, message):
     q, k = jnp.zeros((1, length, 2, 8)), jnp.zeros((1, slots, 2, 8))
     with pytest.raises(ConfigError, match=f"kind is '{kind}'.*{message}.*'dot'"):
-        attend(q, k, k, sight=Sight(), scale=1.0, settings=AttentionSettings(kind=kind), **settings)
+        attend(q, k, k, sight=Sight(), settings=AttentionSettings(kind=kind), **settings)
 
 
 @pytest.mark.parametrize('first', [0, 70, 200])
@@ -122,8 +124,8 @@ def test_blocks_of_queries_may_begin_anywhere(first):
 
     def ours(q, k, v, first):
         sight = Sight(first=first, window=100, local=first > 0, segments_BL=segments[:, ends])
-        sight = dataclasses.replace(sight, key_segments_BS=segments)
-        return attend(q, k, v, sight=sight, scale=SCALE, settings=settings)
+        sight = dataclasses.replace(sight, key_segments_BS=segments, scale=SCALE)
+        return attend(q, k, v, sight=sight, settings=settings)
 
     def expected(q, k, v):
         window = 100 if first else None
@@ -140,7 +142,7 @@ def test_long_rows_have_no_matrix_of_scores():
         settings = AttentionSettings(block_queries=64, block_keys=64)
 
         def ours(q, k, v):
-            return attend(q, k, v, sight=Sight(), scale=1.0, settings=settings)
+            return attend(q, k, v, sight=Sight(), settings=settings)
 
         return str(jax.make_jaxpr(with_gradients(ours))(q, q, q, q)).count(f'{length},{length}]')
 

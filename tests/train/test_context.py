@@ -10,7 +10,7 @@ from test_attention import BLOCKS, SCALE, assert_close, inputs, plain, with_grad
 
 from partitioning import MeshConfig, PjitPartitioner
 from train.attention import AttentionSettings, Sight, attend
-from train.attention.parts import PartSettings, add_parts, attend_part, part_gradients
+from train.attention.parts import add_parts, attend_part, part_gradients
 from train.errors import ConfigError
 
 pytestmark = pytest.mark.core
@@ -46,8 +46,10 @@ def test_attention_over_context_agrees_with_its_definition(
 
     def ours(q, k, v, segments, local):
         local = True if local is None else local
-        sight = Sight(window=window, local=local, segments_BL=segments)
-        return attend(q, k, v, sight=sight, scale=SCALE, soft_cap=soft_cap, settings=settings)
+        sight = Sight(
+            window=window, local=local, segments_BL=segments, scale=SCALE, soft_cap=soft_cap
+        )
+        return attend(q, k, v, sight=sight, settings=settings)
 
     specs = (*4 * [P('data', 'context')], P('data'), None)
     step = context_partitioner(**axes).partition(with_gradients(ours), specs, None)
@@ -60,7 +62,6 @@ def test_attention_over_context_agrees_with_its_definition(
 @pytest.mark.parametrize('window, soft_cap', [(None, None), (70, 5.0)])
 def test_parts_of_splash_attention_add_up_to_the_whole(window, soft_cap):
     q, k, v, gradient, segments = (x[:1] for x in inputs(2))
-    settings = PartSettings(scale=SCALE, soft_cap=soft_cap, blocks=BLOCKS)
     half = q.shape[1] // 2
     (_, attended), expected = with_gradients(
         functools.partial(plain, window=window, soft_cap=soft_cap)
@@ -74,17 +75,19 @@ def test_parts_of_splash_attention_add_up_to_the_whole(window, soft_cap):
             window=window,
             segments_BL=segments[:, half:],
             key_segments_BS=segments[:, keys],
+            scale=SCALE,
+            soft_cap=soft_cap,
         )
 
     q, attended, gradient = (x[:, half:] for x in (q, attended, gradient))
-    parts = [attend_part(q, k[:, s], v[:, s], seen, settings) for s, seen in map(sight, (0, 1))]
+    parts = [attend_part(q, k[:, s], v[:, s], seen, BLOCKS) for s, seen in map(sight, (0, 1))]
     added, log_sum = add_parts(*parts)
     assert_close(added, attended)
     dq = 0
     for number in (0, 1):
         keys, seen = sight(number)
         arrays = (q, k[:, keys], v[:, keys], added, log_sum, gradient)
-        found = part_gradients(*arrays, sight=seen, settings=settings)
+        found = part_gradients(*arrays, sight=seen, blocks=BLOCKS)
         if number == 1:  # only late queries see late keys
             assert_close(found[1:], [x[:, keys] for x in expected[1:]])
         dq += found[0]
@@ -103,7 +106,7 @@ def test_lengths_that_cannot_be_divided_are_errors(kind, length, slots, message)
     q, k = jnp.zeros((8, length, 2, 8)), jnp.zeros((8, slots, 2, 8))
     settings = AttentionSettings(kind=kind)
     step = context_partitioner(data=2, context=4, model=1).partition(
-        lambda q, k: attend(q, k, k, sight=Sight(), scale=1.0, settings=settings), None, None
+        lambda q, k: attend(q, k, k, sight=Sight(), settings=settings), None, None
     )
     with pytest.raises(ConfigError, match=message):
         step.lower(q, k)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from partitioning import MeshConfig, PjitPartitioner
-from train.models.embedding import look_up
+from train.models.elementary import look_up
 
 VOCAB = 96
 

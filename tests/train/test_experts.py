@@ -190,8 +190,8 @@ def test_experts_of_training_and_evaluation_and_decoding():
             {'num_selected_experts': 9},
             'selected_experts is 9, but there are 8 .*: select at most 8',
         ),
-        ({'jitter_noise': 1}, 'jitter_noise is 1: it must be >= 0 and < 1'),
-        ({'eval_capacity_factor': 0}, 'eval_capacity_factor is 0: it must be > 0'),
+        ({'jitter_noise': 1}, 'jitter_noise is 1: it must be a number >= 0 and < 1'),
+        ({'eval_capacity_factor': 0}, 'eval_capacity_factor is 0: it must be a number > 0'),
     ],
 )
 def test_settings_that_are_malformed(settings, message):

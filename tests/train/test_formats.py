@@ -204,7 +204,7 @@ def test_a_checkpoint_of_t5x_comes_back(tmp_path, name, through):
 
 
 def test_names_of_t5x_are_translated():
-    """As `train.t5x.state_names` names the state of a run."""
+    """As `train.t5x.checkpoints` names the state of a run."""
     statistics = ('m', 'v', 'v_col', 'v_row')
     ours = ['step', 'opt_state/step', 'params/v/m', *(f'opt_state/{s}/v/m' for s in statistics)]
     theirs = ['state/step', 'target/v/m', *(f'state/param_states/v/m/{s}' for s in statistics)]

@@ -212,7 +212,7 @@ def test_masks_keep_the_most_likely_tokens():
     [
         (sample, {'temperature': -1.0}, r'temperature is -1\.0.*>= 0'),
         (sample, {'top_k': -1}, 'top_k is -1'),
-        (sample, {'top_p': 1.5}, r'top_p is 1\.5.*from 0 to 1'),
+        (sample, {'top_p': 1.5}, r'top_p is 1\.5.*>= 0 and <= 1'),
         (sample, {'num_decodes': 0}, 'num_decodes is 0'),
         (beam_search, {'alpha': -1}, 'alpha is -1'),
         (beam_search, {'num_decodes': 2.0}, r'num_decodes is 2\.0'),

@@ -26,8 +26,8 @@ from train.t5x.checkpoints import (
     T5XCheckpointConfig,
     T5XCheckpoints,
     UpcycleCheckpointer,
+    names_of,
 )
-from train.t5x.state_names import names_of
 
 
 @functools.cache

@@ -18,14 +18,16 @@ from train.errors import ConfigError
 from train.gin.entry import find_entry
 from train.gin.places import allow_packages
 from train.t5x import seqio
-from train.t5x.datasets import DatasetConfig, Reader
+from train.t5x.datasets import DatasetConfig
 
 pytestmark = pytest.mark.core
 
 PAIRS = [(f'in {i}', f'out {i}') for i in range(10)]
 BYTES = ByT5Tokenizer()
-READER = Reader(
-    architecture='encoder_decoder', vocabulary=BYTES, inputs_vocabulary=ByT5Tokenizer(extra_ids=9)
+READER = types.SimpleNamespace(  # a model, as far as rows depend on it
+    architecture='encoder_decoder',
+    output_vocabulary=BYTES,
+    input_vocabulary=ByT5Tokenizer(extra_ids=9),
 )
 LENGTHS = {'inputs': 16, 'targets': 8}
 
@@ -54,8 +56,9 @@ def test_the_model_decides_how_a_task_becomes_rows():
     found = settings(task, pack=True).training_task(READER)
     assert (found.architecture, found.pack) == ('encoder_decoder', True)
     assert found.tokenizer == BYTES
-    assert found.inputs_tokenizer == READER.inputs_vocabulary
-    decoder = dataclasses.replace(READER, architecture='decoder_only', inputs_vocabulary=BYTES)
+    assert found.inputs_tokenizer == READER.input_vocabulary
+    changes = {'architecture': 'decoder_only', 'input_vocabulary': BYTES}
+    decoder = types.SimpleNamespace(**{**vars(READER), **changes})
     mixture = settings(Mixture(tasks=[task, task], weights=[1, 2])).training_task(decoder)
     for part in mixture.tasks:
         assert (part.architecture, part.pack) == ('decoder_only', False)

@@ -208,7 +208,7 @@ def test_gin_files_set_what_predictions_are(load, monkeypatch):
         seen.update(options, objective=objective)
         return models.Predictions('tokens', 'scores')
 
-    monkeypatch.setattr(models, 'predict_batch', predict_batch)
+    monkeypatch.setattr(models, 'predict', predict_batch)
     found = model.predict(None, {}, {}, None, variables={}, end_token=None)
     assert (found.tokens, found.scores) == ('tokens', 'scores')
     assert (seen['num_decodes'], seen['return_all_decodes']) == (3, True)

@@ -26,9 +26,8 @@ from train.t5x import adafactor, network
 from train.t5x.adafactor import logical_factor_rules
 from train.t5x.checkpoint_configs import RestoreCheckpointConfig
 from train.t5x.checkpoints import UpcycleCheckpointer
-from train.t5x.moe_models import MoeDecoderOnlyModel, MoeEncoderDecoderModel
-from train.t5x.moe_trainer import MoeTrainer
-from train.t5x.trainer import Trainer
+from train.t5x.models import MoeDecoderOnlyModel, MoeEncoderDecoderModel
+from train.t5x.trainer import MoeTrainer, Trainer
 
 pytestmark = pytest.mark.core
 

@@ -1,6 +1,7 @@
 """Settings of T5X that cannot be honoured are refused by name."""
 
 import re
+import types
 
 import pytest
 from refusals import TextOnlyTokenizer
@@ -9,7 +10,7 @@ from train.data import ByteTokenizer, CausalLM, InputsToTargets, Mixture, TextFi
 from train.errors import ConfigError
 from train.t5x import models, trainer
 from train.t5x.adafactor import Adafactor
-from train.t5x.datasets import DatasetConfig, Reader
+from train.t5x.datasets import DatasetConfig
 from train.t5x.network import DecoderWrapper, TransformerConfig
 
 pytestmark = pytest.mark.core
@@ -112,7 +113,7 @@ REFUSED = {
         ('optimizer_def=None', 'write @adafactor.Adafactor(), with the parentheses'),
         ('feature_converter_cls=@trainer.Trainer', 'leave it out'),
         ("loss_normalizing_factor='MEAN'", 'NUM_REAL_TARGET_TOKENS'),
-        ('loss_normalizing_factor=0', 'a number in (0, inf) or None'),
+        ('loss_normalizing_factor=0', 'a number > 0, or None'),
         ("decode_fn='sample'", '@decoding.temperature_sample'),
         ('z_loss=-1', 'z_loss'),
         ('label_smoothing=1.0', 'label_smoothing'),
@@ -122,22 +123,22 @@ REFUSED = {
         ("mlp_activations=('geglu',)", "'relu', 'gelu' or 'silu'"),
         ('mlp_activations=()', "('relu',)"),
         ("dtype='int32'", "'bfloat16'"),
-        ('dropout_rate=1.0', '[0, 1)'),
+        ('dropout_rate=1.0', '>= 0 and < 1'),
         ('head_dim=0', '>= 1'),
     ],
     'adafactor.Adafactor': [
         ('learning_rate=0.1', 'trainer.Trainer.learning_rate_fn'),
         ('multiply_by_parameter_scale=3', 'a bool or an @HParamMap()'),
-        ('epsilon2=-0.01', 'a number in [0, inf)'),
-        ('beta1=1.0', 'a number in [0, 1) or None'),
-        ("beta1='0.9'", 'a number in [0, 1) or None'),
-        ('decay_rate=0', 'a number in (0, 1]'),
-        ('decay_rate=None', 'a number in (0, 1]'),
-        ('clipping_threshold=0.0', 'a number in (0, inf) or None'),
-        ('clipping_threshold=True', 'a number in (0, inf) or None'),
-        ('weight_decay_rate=-0.1', 'a number in [0, inf) or None'),
-        ('epsilon1=-1e-30', 'a number in (0, inf)'),
-        ('global_norm_clip_threshold=0', 'a number in (0, inf) or None'),
+        ('epsilon2=-0.01', 'a number >= 0'),
+        ('beta1=1.0', 'a number >= 0 and < 1, or None'),
+        ("beta1='0.9'", 'a number >= 0 and < 1, or None'),
+        ('decay_rate=0', 'a number > 0 and <= 1'),
+        ('decay_rate=None', 'a number > 0 and <= 1'),
+        ('clipping_threshold=0.0', 'a number > 0, or None'),
+        ('clipping_threshold=True', 'a number > 0, or None'),
+        ('weight_decay_rate=-0.1', 'a number >= 0, or None'),
+        ('epsilon1=-1e-30', 'a number > 0'),
+        ('global_norm_clip_threshold=0', 'a number > 0, or None'),
         ('step_offset=1.5', '>= 0'),
         ('min_dim_size_to_factor=0', '>= 1'),
         ("factored='yes'", 'write adafactor.Adafactor.factored = True'),
@@ -149,8 +150,8 @@ REFUSED = {
             'logical_factor_rules=@adafactor.standard_logical_factor_rules',
             'write @adafactor.standard_logical_factor_rules(), with the parentheses',
         ),
-        ("weight_decay_rate_lr_exponent='2'", 'a number in [0, inf) or None'),
-        ('max_parameter_scale=0', 'a number in (0, inf) or None'),
+        ("weight_decay_rate_lr_exponent='2'", 'a number >= 0, or None'),
+        ('max_parameter_scale=0', 'a number > 0, or None'),
         ('skip_nan_updates=1', 'write adafactor.Adafactor.skip_nan_updates = True'),
     ],
     'partitioning.PjitPartitioner': [
@@ -215,8 +216,10 @@ def test_packed_training_rows_require_pack(texts):
     packs = CausalLM(source=TextFiles(pattern='*.txt', root=str(texts)), packing='pack')
     settings = {'mixture_or_task_name': packs, 'task_feature_lengths': {'targets': 8}}
     settings |= {'batch_size': 8, 'shuffle': True, 'split': 'train'}
-    reader = Reader(
-        architecture='decoder_only', vocabulary=ByteTokenizer(), inputs_vocabulary=ByteTokenizer()
+    reader = types.SimpleNamespace(
+        architecture='decoder_only',
+        output_vocabulary=ByteTokenizer(),
+        input_vocabulary=ByteTokenizer(),
     )
     assert DatasetConfig(pack=True, **settings).training_task(reader) == packs
     assert DatasetConfig(pack=False, **settings).evaluated_task(reader).task == packs

@@ -14,14 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from train.attention.blockwise import attend_by_blocks
 from train.attention.dot_product import attend_at_once, attend_by_cudnn, cudnn_problems
-from train.attention.layout import (
-    attend_on_each_device,
-    device_kind,
-    find_layout,
-    length_axes,
-    platform,
-)
-from train.attention.settings import ATTENDED, AttentionSettings, Kind, default_splash_blocks
+from train.attention.layout import attend_on_each_device, find_layout, length_axes, platform
+from train.attention.settings import ATTENDED, AttentionSettings, Kind
 from train.attention.sight import Sight
 from train.errors import ConfigError
 
@@ -32,8 +26,6 @@ def attend(
     v_BSKN: jax.Array,
     *,
     sight: Sight,
-    scale: float,
-    soft_cap: float | None = None,
     settings: AttentionSettings,
 ) -> jax.Array:
     """Computes the attention of queries over keys and values.
@@ -47,9 +39,7 @@ def attend(
       k_BSKN: the keys, [batch, slots, kv_heads, head_dim]. Query head h has kv_head
         h // (heads / kv_heads).
       v_BSKN: the values, like the keys.
-      sight: what each query sees. Each must see at least one key.
-      scale: the factor of the products of queries and keys.
-      soft_cap: bounds the scaled products by soft_cap * tanh(product / soft_cap).
+      sight: what each query sees, and the scores. Each query must see at least one key.
       settings: how attention is computed.
 
     Returns:
@@ -63,47 +53,27 @@ def attend(
     if axes := length_axes(q_BLHN):
         from train.attention.context import attend_over_context  # imports Pallas, which is slow
 
-        return attend_over_context(*arrays, axes, sight, scale, soft_cap, settings, attend)
+        return attend_over_context(*arrays, axes, sight, settings, attend)
     kind = settings.kind
     if kind == 'auto':
-        kind = _choose(*arrays, sight, scale, soft_cap, settings)
+        kernel: Kind = 'splash' if platform() == 'tpu' else 'cudnn'
+        is_long = q_BLHN.shape[1] * k_BSKN.shape[1] >= settings.blockwise_from**2
+        kind = 'blockwise' if is_long else 'dot'
+        if platform() != 'cpu' and not any(_problems(kernel, *arrays, sight)):
+            kind = kernel
     else:
-        for problem in _problems(kind, *arrays, sight, scale, soft_cap):
+        for problem in _problems(kind, *arrays, sight):
             raise ConfigError(f'AttentionSettings.kind is {kind!r}, but {problem}')
     if kind == 'dot':
-        return checkpoint_name(attend_at_once(*arrays, sight, scale, soft_cap), ATTENDED)
-    one = functools.partial(_attend_by(kind, settings), scale=scale, soft_cap=soft_cap)
-    if find_layout(q_BLHN.shape, k_BSKN.shape) is None:
+        return checkpoint_name(attend_at_once(*arrays, sight), ATTENDED)
+    layout, one = find_layout(q_BLHN.shape, k_BSKN.shape), _attend_by(kind, settings)
+    if layout is None:
         return one(*arrays, sight)
-    return attend_on_each_device(one, *arrays, sight)
-
-
-def _choose(
-    q_BLHN: jax.Array,
-    k_BSKN: jax.Array,
-    v_BSKN: jax.Array,
-    sight: Sight,
-    scale: float,
-    soft_cap: float | None,
-    settings: AttentionSettings,
-) -> Kind:
-    """The kind that 'auto' stands for."""
-    kernels: dict[str, Kind] = {'tpu': 'splash', 'gpu': 'cudnn'}
-    kernel = kernels.get(platform())
-    if kernel and not any(_problems(kernel, q_BLHN, k_BSKN, v_BSKN, sight, scale, soft_cap)):
-        return kernel
-    scores = q_BLHN.shape[1] * k_BSKN.shape[1]
-    return 'blockwise' if scores >= settings.blockwise_from**2 else 'dot'
+    return attend_on_each_device(one, layout, *arrays, sight)
 
 
 def _problems(
-    kind: Kind,
-    q_BLHN: jax.Array,
-    k_BSKN: jax.Array,
-    v_BSKN: jax.Array,
-    sight: Sight,
-    scale: float,
-    soft_cap: float | None,
+    kind: Kind, q_BLHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, sight: Sight
 ) -> Iterator[str]:
     """Yields each reason why this kind cannot compute attention for these arguments."""
     if kind not in ('splash', 'cudnn'):
@@ -119,7 +89,7 @@ def _problems(
 
         yield from splash_problems(q_BLHN, k_BSKN, sight)
     else:
-        yield from cudnn_problems(q_BLHN, k_BSKN, v_BSKN, sight, scale, soft_cap)
+        yield from cudnn_problems(q_BLHN, k_BSKN, v_BSKN, sight)
 
 
 def _attend_by(kind: Kind, settings: AttentionSettings) -> Callable[..., jax.Array]:
@@ -127,10 +97,9 @@ def _attend_by(kind: Kind, settings: AttentionSettings) -> Callable[..., jax.Arr
     if kind == 'cudnn':
         return attend_by_cudnn
     if kind == 'splash':
-        from train.attention.splash import attend_by_splash  # imports Pallas, which is slow
+        from train.attention.splash import attend_by_splash, choose_blocks  # imports Pallas
 
-        blocks = settings.splash_blocks or default_splash_blocks(device_kind())
-        return functools.partial(attend_by_splash, blocks=blocks)
+        return functools.partial(attend_by_splash, blocks=choose_blocks(settings))
     return functools.partial(
         attend_by_blocks, queries=settings.block_queries, keys=settings.block_keys
     )

@@ -19,16 +19,13 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from partitioning.rules import free_axes
-from train.attention.layout import Layout, device_kind, find_layout, platform
-from train.attention.parts import PartSettings
+from train.attention.layout import Layout, attend_on_each_device, find_layout, platform
+from train.attention.parts import attend_by_splash_parts
 from train.attention.ring import Ring, Zigzag
-from train.attention.settings import AttentionSettings, SplashBlocks, default_splash_blocks
+from train.attention.settings import AttentionSettings
 from train.attention.sight import Sight
-from train.attention.splash_parts import attend_by_splash_parts
+from train.attention.splash import LANES, choose_blocks
 from train.errors import ConfigError
-
-LANES = 128
 
 
 def attend_over_context(
@@ -37,108 +34,54 @@ def attend_over_context(
     v_BSKN: jax.Array,
     axes: tuple[str, ...],
     sight: Sight,
-    scale: float,
-    soft_cap: float | None,
     settings: AttentionSettings,
     attend: Callable[..., jax.Array],
 ) -> jax.Array:
     """Computes attention on each device for some of the queries of its rows; see `attend`.
 
-    Args:
-      q_BLHN: see `attend`.
-      k_BSKN: see `attend`.
-      v_BSKN: see `attend`.
-      axes: what `length_axes` returns.
-      sight: see `attend`.
-      scale: see `attend`.
-      soft_cap: see `attend`.
-      settings: see `attend`.
-      attend: the function `attend`, for the queries of one device.
+    `axes` is what `length_axes` returns. `attend` is the function of this name, which computes the
+    attention of the queries of one device.
 
     Raises:
-      ConfigError: if queries and keys are not the same tokens, or their number does not divide.
+      ConfigError: if queries and keys are not the same tokens, if their number does not divide, or
+        if the settings require the kernel for TPUs, which cannot compute halves of this length.
     """
     sizes = jax.sharding.get_abstract_mesh().shape
     zigzag = Zigzag(axes, math.prod(sizes[axis] for axis in axes))
     layout = _find_layout(q_BLHN, k_BSKN, axes, zigzag.devices, sight)
-    length, group = q_BLHN.shape[1], q_BLHN.shape[2] // k_BSKN.shape[2]
-    half = length // (2 * zigzag.devices)
-    if layout.repeats > 1:
-        k_BSKN, v_BSKN = (x.repeat(layout.repeats, axis=2) for x in (k_BSKN, v_BSKN))
-    blocks = _choose_blocks(settings, zigzag.devices, half)
+    half = q_BLHN.shape[1] // (2 * zigzag.devices)
+    if settings.kind == 'splash' and half % LANES:
+        raise ConfigError(
+            f"AttentionSettings.kind is 'splash', but each of {zigzag.devices} devices has two "
+            f'halves of {half} positions, which is not a multiple of {LANES}: use rows of another '
+            "length, or kind 'auto' or 'dot'"
+        )
+    by_splash = settings.kind == 'splash' or (settings.kind == 'auto' and platform() == 'tpu')
+    blocks = choose_blocks(settings) if by_splash and not half % LANES else None
 
-    def attend_half(q_BLHN: Any, k_BSKN: Any, v_BSKN: Any, seen: Sight) -> jax.Array:
-        arrays = (q_BLHN, k_BSKN, v_BSKN)
-        if blocks is not None:
-            return attend_by_splash_parts(arrays[0] * scale, *arrays[1:], seen, soft_cap, blocks)
-        return attend(*arrays, sight=seen, scale=scale, soft_cap=soft_cap, settings=settings)
-
-    def body(q_BLHN: Any, k_BSKN: Any, v_BSKN: Any, segments_BS: Any, local: Any) -> jax.Array:
-        heads, local = q_BLHN.shape[2], sight.local if local is None else local
-        k_BSKN, v_BSKN = (layout.own_heads(x, heads, group) for x in (k_BSKN, v_BSKN))
+    def body(q_BLHN: Any, k_BSKN: Any, v_BSKN: Any, sight: Sight) -> jax.Array:
+        segments_BS, local = sight.segments_BL, sight.local
         if settings.context == 'ring':
-            part = PartSettings(scale=scale, soft_cap=soft_cap, blocks=blocks)
-            ring = Ring(
-                zigzag=zigzag, half=half, causal=sight.causal, window=sight.window, part=part
-            )
+            ring = Ring(zigzag=zigzag, half=half, whole=sight.without_arrays(), blocks=blocks)
             return ring.attend(q_BLHN, k_BSKN, v_BSKN, segments_BS, local)
         keys = (jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in (k_BSKN, v_BSKN))
         k_BSKN, v_BSKN = keys
         halves = []
         for number, half_BLHN in zip(zigzag.numbers(), zigzag.spread(q_BLHN), strict=True):
-            seen = _sight_of_half(sight, number, half, segments_BS, local)
-            halves.append(attend_half(half_BLHN, k_BSKN, v_BSKN, seen))
+            first, segments_BL = number * half, None
+            if segments_BS is not None:
+                segments_BL = jax.lax.dynamic_slice_in_dim(segments_BS, first, half, axis=1)
+            seen = dataclasses.replace(
+                sight, first=first, segments_BL=segments_BL, key_segments_BS=segments_BS
+            )
+            arrays = half_BLHN, k_BSKN, v_BSKN
+            if blocks is None:
+                halves.append(attend(*arrays, sight=seen, settings=settings))
+            else:
+                halves.append(attend_by_splash_parts(*arrays, seen, blocks))
         return zigzag.collect(*halves)
 
-    traced = sight.window is not None and not isinstance(sight.local, bool)
-    arguments = (q_BLHN, k_BSKN, v_BSKN, sight.segments_BL, sight.local if traced else None)
-    return jax.shard_map(
-        body,
-        in_specs=(
-            layout.queries,
-            layout.keys,
-            layout.keys,
-            PartitionSpec(layout.queries[0]),
-            PartitionSpec(),
-        ),
-        out_specs=layout.queries,
-        axis_names={*free_axes(jax.sharding.get_abstract_mesh())},
-        check_vma=False,  # the kernels do not say over which axes their results vary
-    )(*arguments)
-
-
-def _choose_blocks(settings: AttentionSettings, devices: int, half: int) -> SplashBlocks | None:
-    """The blocks of the kernel for TPUs, or None if another kind computes each half.
-
-    Raises:
-      ConfigError: if the settings require the kernel, which cannot compute halves of this length.
-    """
-    if settings.kind == 'splash' and half % LANES:
-        raise ConfigError(
-            f"AttentionSettings.kind is 'splash', but each of {devices} devices has two halves of "
-            f'{half} positions, which is not a multiple of {LANES}: use rows of another length, or '
-            "kind 'auto' or 'dot'"
-        )
-    by_splash = settings.kind == 'splash' or (settings.kind == 'auto' and platform() == 'tpu')
-    if not by_splash or half % LANES:
-        return None
-    return settings.splash_blocks or default_splash_blocks(device_kind())
-
-
-def _sight_of_half(
-    sight: Sight, number: Any, half: int, segments_BS: jax.Array | None, local: Any
-) -> Sight:
-    """What half number `number` of the queries sees of all keys of a row."""
-    first, segments_BL = number * half, None
-    if segments_BS is not None:
-        segments_BL = jax.lax.dynamic_slice_in_dim(segments_BS, first, half, axis=1)
-    return dataclasses.replace(
-        sight,
-        first=first,
-        local=local,
-        segments_BL=segments_BL,
-        key_segments_BS=segments_BS,
-    )
+    return attend_on_each_device(body, layout, q_BLHN, k_BSKN, v_BSKN, sight)
 
 
 def _find_layout(

@@ -6,6 +6,7 @@ N head_dim.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -48,19 +49,6 @@ class Layout(NamedTuple):
     keys: PartitionSpec
     repeats: int = 1
     sliced: tuple[str, ...] = ()
-
-    def own_heads(self, x_BSKN: jax.Array, heads: int, group: int) -> jax.Array:
-        """Returns the keys or values for the heads of a device, inside a shard_map.
-
-        Args:
-          x_BSKN: what the device has, by `keys`.
-          heads: the number of heads of the device.
-          group: the number of heads that share one kv_head.
-        """
-        if not self.sliced:
-            return x_BSKN
-        first = jax.lax.axis_index(self.sliced) * heads // group
-        return jax.lax.dynamic_slice_in_dim(x_BSKN, first, max(heads // group, 1), axis=2)
 
 
 def length_axes(q_BLHN: jax.Array) -> tuple[str, ...]:
@@ -106,6 +94,7 @@ def find_layout(q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> Layout | 
 
 def attend_on_each_device(
     attend: Callable[[jax.Array, jax.Array, jax.Array, Sight], jax.Array],
+    layout: Layout,
     q_BLHN: jax.Array,
     k_BSKN: jax.Array,
     v_BSKN: jax.Array,
@@ -113,19 +102,9 @@ def attend_on_each_device(
 ) -> jax.Array:
     """Calls a function of the queries, keys, values and sight of each device.
 
-    Args:
-      attend: the function. Its result is like the queries.
-      q_BLHN: the queries of all devices.
-      k_BSKN: the keys.
-      v_BSKN: the values.
-      sight: what each query sees.
-
-    Returns:
-      The results of all devices. Without a mesh, and inside a `jax.shard_map` over all axes, the
-      arguments belong to one device.
+    Its results are like the queries. Without a mesh, and inside a `jax.shard_map` over all axes,
+    the arguments belong to one device.
     """
-    layout = find_layout(q_BLHN.shape, k_BSKN.shape)
-    assert layout is not None
     free, group = free_axes(jax.sharding.get_abstract_mesh()), q_BLHN.shape[2] // k_BSKN.shape[2]
     if not free:
         return attend(q_BLHN, k_BSKN, v_BSKN, sight)
@@ -133,9 +112,16 @@ def attend_on_each_device(
         k_BSKN, v_BSKN = (x.repeat(layout.repeats, axis=2) for x in (k_BSKN, v_BSKN))
 
     def on_one(q_BLHN: Any, k_BSKN: Any, v_BSKN: Any, arrays: Any) -> jax.Array:
-        heads = q_BLHN.shape[2]
-        k_BSKN, v_BSKN = (layout.own_heads(x, heads, group) for x in (k_BSKN, v_BSKN))
-        return attend(q_BLHN, k_BSKN, v_BSKN, sight.with_arrays(arrays))
+        if layout.sliced:
+            heads = q_BLHN.shape[2]
+            first, count = (
+                jax.lax.axis_index(layout.sliced) * heads // group,
+                max(heads // group, 1),
+            )
+            k_BSKN, v_BSKN = (
+                jax.lax.dynamic_slice_in_dim(x, first, count, axis=2) for x in (k_BSKN, v_BSKN)
+            )
+        return attend(q_BLHN, k_BSKN, v_BSKN, dataclasses.replace(sight, **arrays))
 
     rows, arrays = PartitionSpec(layout.queries[0]), sight.arrays()
     array_specs = {name: rows if 'segments' in name else PartitionSpec() for name in arrays}

@@ -22,7 +22,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from train.attention.parts import LOWEST, PartSettings, add_parts, attend_part, part_gradients
+from train.attention.blockwise import LOWEST
+from train.attention.parts import add_parts, attend_part, part_gradients
+from train.attention.settings import SplashBlocks
 from train.attention.sight import Sight
 
 
@@ -86,16 +88,14 @@ class Ring:
     Attributes:
       zigzag: which halves of a row each device has.
       half: the length of a half.
-      causal: see `Sight`.
-      window: see `Sight`.
-      part: how the attention of a half over another one is computed.
+      whole: what a query sees of its row, without arrays.
+      blocks: the block sizes of splash kernels, or None for all scores of two halves at once.
     """
 
     zigzag: Zigzag
     half: int
-    causal: bool
-    window: int | None
-    part: PartSettings
+    whole: Sight
+    blocks: SplashBlocks | None
 
     def attend(
         self,
@@ -107,12 +107,7 @@ class Ring:
     ) -> jax.Array:
         """Computes the attention of the queries of a device over its rows.
 
-        Args:
-          q_BLHN: the contiguous part of the queries that the device has.
-          k_BLKN: the same of the keys.
-          v_BLKN: the same of the values.
-          segments_BS: the segments of whole rows, or None.
-          local: whether the window applies.
+        The device has contiguous parts of queries, keys and values, but the segments of whole rows.
         """
         halves = (self.zigzag.spread(x) for x in (q_BLHN, k_BLKN, v_BLKN))
         local = jnp.asarray(local)
@@ -126,10 +121,9 @@ class Ring:
                 return None
             return jax.lax.dynamic_slice_in_dim(segments_BS, number * self.half, self.half, axis=1)
 
-        return Sight(
-            causal=self.causal,
+        return dataclasses.replace(
+            self.whole,
             first=(query - key) * self.half,
-            window=self.window,
             local=local,
             segments_BL=of_half(query),
             key_segments_BS=of_half(key),
@@ -137,13 +131,8 @@ class Ring:
 
     def is_seen(self, query: Any, key: Any, local: Any) -> Any:
         """Whether any query of half number `query` sees any key of half number `key`."""
-        seen = jnp.asarray(True)
-        if self.causal:
-            seen &= query >= key
-        if self.window is not None:
-            nearest = (query - key - 1) * self.half + 1
-            seen &= (nearest < self.window) | jnp.logical_not(local)
-        return seen
+        first, sight = (query - key) * self.half, dataclasses.replace(self.whole, local=local)
+        return sight.sees_any(first - (self.half - 1), first + (self.half - 1))
 
     def key_numbers(self, step: Any) -> tuple[Any, Any]:
         """The numbers of the halves whose keys a device holds at a step."""
@@ -159,14 +148,12 @@ class Ring:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    ring: Ring, q: Halves, k: Halves, v: Halves, segments_BS: jax.Array | None, local: jax.Array
-) -> Halves:
+def _attend(ring: Ring, q: Halves, k: Halves, v: Halves, segments_BS: Any, local: Any) -> Halves:
     return _forward(ring, q, k, v, segments_BS, local)[0]
 
 
 def _forward(
-    ring: Ring, q: Halves, k: Halves, v: Halves, segments_BS: jax.Array | None, local: jax.Array
+    ring: Ring, q: Halves, k: Halves, v: Halves, segments_BS: Any, local: Any
 ) -> tuple[Halves, Any]:
     """The attention of both halves, and what the backward pass needs."""
 
@@ -180,7 +167,7 @@ def _forward(
                     so_far: Any, q: Any, k: Any, v: Any, query: Any = query, key: Any = key
                 ) -> Any:
                     sight = ring.sight(query, key, segments_BS, local)
-                    return add_parts(so_far, attend_part(q, k, v, sight, ring.part))
+                    return add_parts(so_far, attend_part(q, k, v, sight, ring.blocks))
 
                 so_far = jax.lax.cond(
                     ring.is_seen(query, key, local),
@@ -199,7 +186,7 @@ def _forward(
     batch, half, heads, _ = q[0].shape
     nothing = (
         jnp.zeros((batch, half, heads, v[0].shape[-1]), jnp.float32),
-        jnp.full((batch, heads, half), LOWEST, jnp.float32),
+        jnp.full((batch, half, heads), LOWEST, jnp.float32),
     )
     last = ring.zigzag.devices - 1
     (sums, keys), _ = jax.lax.scan(step, ((nothing, nothing), (k, v)), jnp.arange(last))
@@ -219,7 +206,7 @@ def _backward(ring: Ring, kept: Any, gradients: Halves) -> Any:
 
                 def compute(so_far: Any, arrays: Any, query: Any = query, key: Any = key) -> Any:
                     sight = ring.sight(query, key, segments_BS, local)
-                    added = part_gradients(*arrays, sight=sight, settings=ring.part)
+                    added = part_gradients(*arrays, sight=sight, blocks=ring.blocks)
                     return jax.tree.map(jnp.add, so_far, added)
 
                 arrays = (q[i], k[j], v[j], attended[i], log_sums[i], gradients[i])

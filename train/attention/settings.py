@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal
 
-from partitioning.hardware import chip_of
-from train.errors import ConfigError, check_counts
+from train.errors import ConfigError, check_fields
 
 # The name of the arrays that `jax.checkpoint` has to keep so that attention is not recomputed.
 ATTENDED = 'attended'
@@ -42,29 +41,10 @@ class SplashBlocks:
     dq_keys: int = 512
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            size = getattr(self, field.name)
-            check_counts(128, **{f'SplashBlocks.{field.name}': size})
+        check_fields(self, 'SplashBlocks.')
+        for name, size in vars(self).items():
             if size % 128:
-                raise ConfigError(
-                    f'SplashBlocks.{field.name} is {size}: it must be a multiple of 128'
-                )
-
-
-# The sizes with which MaxText's benchmarks train dense models of 7 to 405 billion parameters
-# (github.com/AI-Hypercomputer/maxtext, benchmarks/maxtext_*_model_configs.py, 2025), without its
-# compiler flags for more memory in the kernels. v5e uses the sizes of `SplashBlocks` there.
-_DEFAULTS = {
-    'v5p': SplashBlocks(queries=2048, dkv_queries=2048, dq_queries=2048),
-    'v6e': SplashBlocks(queries=1024, dkv_queries=2048, dq_queries=2048),
-    'tpu7x': SplashBlocks(queries=1024, dkv_queries=2048, dq_queries=2048),
-}
-
-
-def default_splash_blocks(device_kind: str) -> SplashBlocks:
-    """Returns the block sizes for devices of this `device_kind`."""
-    chip = chip_of(device_kind)
-    return _DEFAULTS.get(chip.name if chip else '', SplashBlocks())
+                raise ConfigError(f'SplashBlocks.{name} is {size}: it must be a multiple of 128')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,20 +74,9 @@ class AttentionSettings:
     context: Context = 'gather'
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            kinds = ', '.join(map(repr, get_args(Kind)))
-            raise ConfigError(f'AttentionSettings.kind is {self.kind!r}: use one of {kinds}')
-        for name in ('blockwise_from', 'block_queries', 'block_keys'):
-            check_counts(1, **{f'AttentionSettings.{name}': getattr(self, name)})
-        if self.context not in get_args(Context):
-            contexts = ' or '.join(map(repr, get_args(Context)))
-            raise ConfigError(f'AttentionSettings.context is {self.context!r}: use {contexts}')
+        check_fields(self, 'AttentionSettings.')
         if self.context == 'ring' and self.kind in ('cudnn', 'blockwise'):
             raise ConfigError(
                 f"AttentionSettings.context is 'ring' and kind is {self.kind!r}: rings compute by "
                 "'splash' or 'dot'. Use one of them, 'auto', or context 'gather'"
-            )
-        if not isinstance(self.splash_blocks, SplashBlocks | None):
-            raise ConfigError(
-                f'AttentionSettings.splash_blocks is {self.splash_blocks!r}: use a SplashBlocks'
             )

@@ -19,26 +19,27 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask,
 )
 
-from train.attention.layout import platform
-from train.attention.settings import ATTENDED, SplashBlocks
-from train.attention.sight import Band, Sight
+from partitioning.hardware import chip_of
+from train.attention.layout import device_kind, platform
+from train.attention.settings import ATTENDED, AttentionSettings, SplashBlocks
+from train.attention.sight import Sight, sees_any
 
 
 @dataclasses.dataclass(frozen=True)
-class BandMask(splash_attention_mask.Mask):
+class WindowMask(splash_attention_mask.Mask):
     """Which keys each query of a row sees.
 
     The kernels compute the mask from the places of queries and keys, by `mask_function`. `Mask` is
     also asked for the values of each block, to find out whether any is true and whether all are,
-    which takes a minute for 128k positions. `BandMask` returns an array of only two values, which
+    which takes a minute for 128k positions. `WindowMask` returns an array of only two values, which
     has the same answers.
 
     Attributes:
-      band: the distances that are seen.
+      window: the number of keys that a query sees, or None; see `Sight`.
       length: the number of queries, and of keys.
     """
 
-    band: Band
+    window: int | None
     length: int
 
     @property
@@ -52,12 +53,31 @@ class BandMask(splash_attention_mask.Mask):
 
     def mask_function(self, queries: Any, keys: Any) -> Any:
         """Returns whether queries at these places see keys at these places."""
-        return self.band.sees(queries - keys)
+        return sees_any(self.window, queries - keys, queries - keys)
 
     def __getitem__(self, index: Any) -> np.ndarray:
         queries, keys = index
         ends = queries.start - (keys.stop - 1), queries.stop - 1 - keys.start
-        return np.array([self.band.sees_any(*ends), self.band.sees_all(*ends)])
+        sees_all = all(sees_any(self.window, end, end) for end in ends)
+        return np.array([sees_any(self.window, *ends), sees_all])
+
+
+# The sizes with which MaxText's benchmarks train dense models of 7 to 405 billion parameters
+# (github.com/AI-Hypercomputer/maxtext, benchmarks/maxtext_*_model_configs.py, 2025), without its
+# compiler flags for more memory in the kernels. v5e uses the sizes of `SplashBlocks` there.
+_DEFAULTS = {
+    'v5p': SplashBlocks(queries=2048, dkv_queries=2048, dq_queries=2048),
+    'v6e': SplashBlocks(queries=1024, dkv_queries=2048, dq_queries=2048),
+    'tpu7x': SplashBlocks(queries=1024, dkv_queries=2048, dq_queries=2048),
+}
+
+
+def choose_blocks(settings: AttentionSettings) -> SplashBlocks:
+    """Returns the block sizes of the settings, which by default suit the chip."""
+    if settings.splash_blocks is not None:
+        return settings.splash_blocks
+    chip = chip_of(device_kind())
+    return _DEFAULTS.get(chip.name if chip else '', SplashBlocks())
 
 
 @functools.lru_cache(maxsize=32)
@@ -65,24 +85,18 @@ def make_kernel(
     *,
     length: int,
     heads: int,
-    band: Band,
+    window: int | None,
     soft_cap: float | None,
     blocks: SplashBlocks,
     interpret: bool,
 ) -> Any:
     """Returns a function of queries, keys, values and segments of one row, heads first.
 
-    Args:
-      length: the number of queries, and of keys.
-      heads: the number of query heads.
-      band: the distances that a query sees.
-      soft_cap: see `attend`.
-      blocks: the largest block sizes.
-      interpret: whether jax interprets the kernels, on machines other than TPUs.
+    `blocks` are the largest block sizes. Machines other than TPUs interpret the kernels.
     """
     with jax.ensure_compile_time_eval():
         kernel = splash_attention_kernel.make_splash_mha(
-            splash_attention_mask.MultiHeadMask([BandMask(band, length)] * heads),
+            splash_attention_mask.MultiHeadMask([WindowMask(window, length)] * heads),
             block_sizes=block_sizes(blocks, length, length),
             attn_logits_soft_cap=soft_cap,
             residual_checkpoint_name=ATTENDED,
@@ -148,33 +162,23 @@ def splash_problems(q_BLHN: jax.Array, k_BLKN: jax.Array, sight: Sight) -> Itera
 
 
 def attend_by_splash(
-    q_BLHN: jax.Array,
-    k_BLKN: jax.Array,
-    v_BLKN: jax.Array,
-    sight: Sight,
-    scale: float,
-    soft_cap: float | None,
-    *,
-    blocks: SplashBlocks,
+    q_BLHN: jax.Array, k_BLKN: jax.Array, v_BLKN: jax.Array, sight: Sight, *, blocks: SplashBlocks
 ) -> jax.Array:
     """Computes attention on one device; see `attend`.
 
     The arguments must have no `splash_problems`. On CPUs, the kernels are interpreted.
     """
-    arrays = (*map(heads_first, (q_BLHN * scale, k_BLKN, v_BLKN)), segment_ids(sight))
+    arrays = (*map(heads_first, (q_BLHN * sight.scale, k_BLKN, v_BLKN)), segment_ids(sight))
 
-    def run(band: Band, *arrays: Any) -> jax.Array:
+    def run(window: int | None, *arrays: Any) -> jax.Array:
         kernel = make_kernel(
             length=q_BLHN.shape[1],
             heads=q_BLHN.shape[2],
-            band=band,
-            soft_cap=soft_cap,
+            window=window,
+            soft_cap=sight.soft_cap,
             blocks=blocks,
             interpret=platform() == 'cpu',
         )
         return jax.vmap(kernel)(*arrays)
 
-    if sight.chooses:
-        bands = (functools.partial(run, band) for band in (sight.local_band, sight.band))
-        return heads_first(jax.lax.cond(sight.local, *bands, *arrays))
-    return heads_first(run(sight.band, *arrays))
+    return heads_first(sight.by_window(run, *arrays))

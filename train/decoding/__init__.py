@@ -1,22 +1,20 @@
 """Decoding: sampling and beam search over any model, and the prediction of a batch."""
 
-from train.decoding.beams import beam_search
-from train.decoding.interface import Decoded, DecodingState, Search, find_row_axes
-from train.decoding.predicting import Predictions, check_can_decode, predict
-from train.decoding.sampling import sample
-from train.decoding.starting import Start, start_decoder_only, start_encoder_decoder
-
-__all__ = [
-    'Decoded',
-    'DecodingState',
-    'Predictions',
-    'Search',
-    'Start',
-    'beam_search',
-    'check_can_decode',
-    'find_row_axes',
-    'predict',
-    'sample',
-    'start_decoder_only',
-    'start_encoder_decoder',
-]
+from train.decoding.beams import beam_search as beam_search
+from train.decoding.interface import (
+    Decoded as Decoded,
+    DecodingState as DecodingState,
+    Search as Search,
+    find_row_axes as find_row_axes,
+)
+from train.decoding.predicting import (
+    Predictions as Predictions,
+    check_can_decode as check_can_decode,
+    predict as predict,
+)
+from train.decoding.sampling import sample as sample
+from train.decoding.starting import (
+    Start as Start,
+    start_decoder_only as start_decoder_only,
+    start_encoder_decoder as start_encoder_decoder,
+)

@@ -25,7 +25,7 @@ from train.decoding.interface import (
     tile,
     tile_cache,
 )
-from train.errors import ConfigError, check_counts
+from train.errors import check_counts, check_number
 
 
 @jax.tree_util.register_dataclass
@@ -77,8 +77,7 @@ def beam_search(
       ConfigError: if a setting is impossible.
     """
     del key
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or alpha < 0:
-        raise ConfigError(f'alpha is {alpha!r}: it must be a number >= 0')
+    check_number('alpha', alpha, '[0, inf)')
     check_counts(num_decodes=num_decodes)
     (batch, length), beams = prompts_BT.shape, num_decodes
     # Rows that reach the length before others write to one more place, which is cut off.
@@ -97,36 +96,36 @@ def beam_search(
         logits_NV, cache = tokens_to_logits(_flat(state))
         log_probs_BKV = jax.nn.log_softmax(logits_NV).reshape(batch, beams, -1)
         place_B = jnp.minimum(index_B, length + 1)
-        log_probs_BKV = _force(log_probs_BKV, at(given_BT, place_B))
-        found = _best_continuations(state, log_probs_BKV, place_B)
-
-        token_BC = jnp.take_along_axis(found.sequences, place_B[:, None, None], axis=2)[:, :, 0]
+        given_B1 = at(given_BT, place_B)
+        log_probs_BC, token_BC, beams_BC = _best_continuations(state, log_probs_BKV, given_B1)
+        is_place = jnp.arange(length + 2) == place_B[:, None, None]
+        sequences_BCT = _take(state.live_BKT, beams_BC)
+        sequences_BCT = jnp.where(is_place, token_BC[:, :, None], sequences_BCT)
         ends_BC = jnp.zeros(token_BC.shape, bool)
         if end_token is not None:
-            ends_BC = (token_BC == end_token) & (at(given_BT, place_B) == 0)
+            ends_BC = (token_BC == end_token) & (given_B1 == 0)
 
-        live_BK, live_log_probs_BK = _best(found.log_probs + ends_BC * NEGATIVE, beams)
-        scores_BC = found.log_probs / penalty(index_B)[:, None] + ~ends_BC * NEGATIVE
+        live_BK, live_log_probs_BK = _best(log_probs_BC + ends_BC * NEGATIVE, beams)
+        scores_BC = log_probs_BC / penalty(index_B)[:, None] + ~ends_BC * NEGATIVE
         scores = jnp.concatenate([state.finished_scores_BK, scores_BC], axis=1)
-        sequences = jnp.concatenate([state.finished_BKT, found.sequences], axis=1)
+        sequences = jnp.concatenate([state.finished_BKT, sequences_BCT], axis=1)
         finished_BK, finished_scores_BK = _best(scores, beams)
-        old_beams_BK = jnp.take_along_axis(found.beams, live_BK, axis=1)
+        old_beams_BK = jnp.take_along_axis(beams_BC, live_BK, axis=1)
         return _BeamState(
             index_B=index_B,
             cache=select_beams(cache, cache_axes, old_beams_BK),
             live_log_probs_BK=live_log_probs_BK,
-            live_BKT=_take(found.sequences, live_BK),
+            live_BKT=_take(sequences_BCT, live_BK),
             finished_scores_BK=finished_scores_BK,
             finished_BKT=_take(sequences, finished_BK),
         )
 
-    first = _first_state(
-        given_BT,
-        first_index(prompts_BT, start_index_B),
-        tile_cache(cache, cache_axes, beams),
-        beams,
-    )
-    state = jax.lax.while_loop(is_searching, step, first)
+    start_B, cache = first_index(prompts_BT, start_index_B), tile_cache(cache, cache_axes, beams)
+    first = _first_state(given_BT, start_B, cache, beams)
+    return _finish(jax.lax.while_loop(is_searching, step, first))
+
+
+def _finish(state: _BeamState) -> Decoded:
     any_finished_B1 = state.finished_scores_BK[:, -1:] > NEGATIVE
     return Decoded(
         jnp.where(any_finished_B1[:, :, None], state.finished_BKT, state.live_BKT)[:, :, 1:-1],
@@ -149,39 +148,22 @@ def _first_state(given_BT: jax.Array, index_B: jax.Array, cache: Cache, beams: i
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Continuations:
+def _best_continuations(
+    state: _BeamState, log_probs_BKV: jax.Array, given_B1: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The best 2K continuations of the live beams of each row (C of them), best first.
 
-    Attributes:
-      log_probs: [B, C].
-      sequences: [B, C, T + 1].
-      beams: the beam that each of them continues, [B, C].
+    Where a token is given, it is certain, and all others are impossible.
+
+    Returns:
+      Their log-probabilities, their last tokens, and the beams that they continue, each [B, C].
     """
-
-    log_probs: jax.Array
-    sequences: jax.Array
-    beams: jax.Array
-
-
-def _best_continuations(
-    state: _BeamState, log_probs_BKV: jax.Array, place_B: jax.Array
-) -> _Continuations:
     batch, num_beams, vocab = log_probs_BKV.shape
+    forced = jnp.where(jnp.arange(vocab) == given_B1[:, :, None], 0.0, NEGATIVE)
+    log_probs_BKV = jnp.where(given_B1[:, :, None] == 0, log_probs_BKV, forced)
     total = (log_probs_BKV + state.live_log_probs_BK[:, :, None]).reshape(batch, -1)
     log_probs_BC, flat_BC = jax.lax.top_k(total, min(2 * num_beams, total.shape[1]))
-    beams_BC, token_BC = flat_BC // vocab, flat_BC % vocab
-    sequences = _take(state.live_BKT, beams_BC)
-    is_place = jnp.arange(sequences.shape[2]) == place_B[:, None, None]
-    sequences = jnp.where(is_place, token_BC[:, :, None], sequences)
-    return _Continuations(log_probs_BC, sequences, beams_BC)
-
-
-def _force(log_probs_BKV: jax.Array, given_B1: jax.Array) -> jax.Array:
-    """Where a token is given, makes it certain and all others impossible."""
-    is_given = jnp.arange(log_probs_BKV.shape[2]) == given_B1[:, :, None]
-    forced = jnp.where(is_given, 0.0, NEGATIVE)
-    return jnp.where(given_B1[:, :, None] == 0, log_probs_BKV, forced)
+    return log_probs_BC, flat_BC % vocab, flat_BC // vocab
 
 
 def _best(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

@@ -59,12 +59,8 @@ def find_row_axes(make_cache: Callable[..., Cache], *arguments: Any) -> Any:
 def tile(x: jax.Array, num_decodes: int, axis: int = 0) -> jax.Array:
     """Repeats each row, so that the decodes of a row follow one another.
 
-    Unlike `jnp.repeat`, which gathers, it keeps the sharding of the rows.
-
-    Args:
-      x: an array with rows.
-      num_decodes: the number of copies of each row.
-      axis: the dimension of the rows. `NO_ROWS` returns the array as it is.
+    Unlike `jnp.repeat`, which gathers, it keeps the sharding of the rows. `axis` is the dimension
+    of the rows, or `NO_ROWS` to return the array as it is.
     """
     if num_decodes == 1 or axis == NO_ROWS:
         return x
@@ -80,10 +76,7 @@ def tile_cache(cache: Cache, axes: Any, num_decodes: int) -> Cache:
 def select_beams(cache: Cache, axes: Any, beams_BK: jax.Array) -> Cache:
     """Makes the cache of new beams from the cache of the beams that they continue.
 
-    Args:
-      cache: arrays with batch * beams rows.
-      axes: their row dimensions.
-      beams_BK: for each new beam, the index of the old beam in the row.
+    For each new beam, `beams_BK` has the index of the old beam in the row.
     """
     batch, num_beams = beams_BK.shape
 

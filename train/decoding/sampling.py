@@ -25,7 +25,7 @@ from train.decoding.interface import (
     tile,
     tile_cache,
 )
-from train.errors import ConfigError, check_counts
+from train.errors import check_counts, check_number
 
 # Lower temperatures decode greedily: the logits divided by them would overflow.
 LEAST_TEMPERATURE = 1e-4
@@ -95,13 +95,16 @@ def sample(
     length, tiled = prompts_BT.shape[1], lambda x: tile(x, num_decodes)
     given_BT = first_sequences(prompts_BT, start_index_B)
     start_B = first_index(prompts_BT, start_index_B)
-    last_N = tiled(_last_index(given_BT, start_B, start_index_B is not None, max_new_tokens))
+    last_B = jnp.full_like(start_B, length)
+    if max_new_tokens is not None:
+        prompt_B = start_B
+        if start_index_B is None:
+            prompt_B = jnp.sum(given_BT != 0, axis=1, dtype=jnp.int32)
+        last_B = jnp.minimum(prompt_B + max_new_tokens, length)
+    last_N = tiled(last_B)  # the place of the last token
     given_NT = tiled(given_BT)
     if isinstance(temperature, jax.Array) and temperature.ndim:
         temperature = tiled(temperature)[:, None]
-
-    def is_open(state: SamplingState) -> jax.Array:
-        return (state.cur_index < last_N) & ~state.ended
 
     def step(state: SamplingState) -> SamplingState:
         if process_state is not None:
@@ -113,30 +116,43 @@ def sample(
         chosen_N, log_prob_N = choose(
             choice_key, logits_NV, temperature, top_k, top_p, rescale_log_probs
         )
-        index_N = jnp.minimum(state.cur_index + 1, length)
-        forced_N = at(given_NT, index_N)[:, 0]
-        is_free_N = forced_N == 0
-        # Rows that have ended wait for the others.
-        counts_N = is_open(state) & is_free_N
-        token_N = jnp.where(is_free_N, jnp.where(state.ended, 0, chosen_N), forced_N)
-        ended_N = state.ended
-        if end_token is not None:
-            ended_N |= counts_N & (chosen_N == end_token)
-        return dataclasses.replace(
-            state,
-            step=state.step + 1,
-            cur_index=jnp.where(state.cur_index < last_N, index_N, state.cur_index),
-            cur_token=token_N[:, None],
-            sequences=put(state.sequences, index_N, token_N, counts_N),
-            cache=cache,
-            ended=ended_N,
-            log_prob=state.log_prob + jnp.where(counts_N, log_prob_N, 0.0),
-            rng=rng,
-        )
+        changed = dataclasses.replace(state, step=state.step + 1, cache=cache, rng=rng)
+        return _append(changed, given_NT, last_N, chosen_N, log_prob_N, end_token)
 
     first = _first_state(given_NT, tiled(start_B), tile_cache(cache, cache_axes, num_decodes), key)
-    last = jax.lax.while_loop(lambda state: jnp.any(is_open(state)), step, first)
+    last = jax.lax.while_loop(lambda state: jnp.any(_is_open(state, last_N)), step, first)
     return _sort_by_score(last, num_decodes)
+
+
+def _is_open(state: SamplingState, last_N: jax.Array) -> jax.Array:
+    return (state.cur_index < last_N) & ~state.ended
+
+
+def _append(
+    state: SamplingState,
+    given_NT: jax.Array,
+    last_N: jax.Array,
+    chosen_N: jax.Array,
+    log_prob_N: jax.Array,
+    end_token: int | None,
+) -> SamplingState:
+    """Appends the chosen tokens, or those that the prompts give. Rows that have ended wait."""
+    index_N = jnp.minimum(state.cur_index + 1, given_NT.shape[1] - 1)
+    forced_N = at(given_NT, index_N)[:, 0]
+    is_free_N = forced_N == 0
+    counts_N = _is_open(state, last_N) & is_free_N
+    token_N = jnp.where(is_free_N, jnp.where(state.ended, 0, chosen_N), forced_N)
+    ended_N = state.ended
+    if end_token is not None:
+        ended_N |= counts_N & (chosen_N == end_token)
+    return dataclasses.replace(
+        state,
+        cur_index=jnp.where(state.cur_index < last_N, index_N, state.cur_index),
+        cur_token=token_N[:, None],
+        sequences=put(state.sequences, index_N, token_N, counts_N),
+        ended=ended_N,
+        log_prob=state.log_prob + jnp.where(counts_N, log_prob_N, 0.0),
+    )
 
 
 def _first_state(
@@ -166,20 +182,6 @@ def _sort_by_score(state: SamplingState, num_decodes: int) -> Decoded:
     )
 
 
-def _last_index(
-    given_BT: jax.Array,
-    start_B: jax.Array,
-    is_prefilled: bool,
-    max_new_tokens: int | jax.Array | None,
-) -> jax.Array:
-    """The place of the last token of each row, int32 [batch]."""
-    length = given_BT.shape[1] - 1
-    if max_new_tokens is None:
-        return jnp.full_like(start_B, length)
-    prompt_B = start_B if is_prefilled else jnp.sum(given_BT != 0, axis=1, dtype=jnp.int32)
-    return jnp.minimum(prompt_B + max_new_tokens, length)
-
-
 def choose(
     key: jax.Array,
     logits_NV: jax.Array,
@@ -194,9 +196,7 @@ def choose(
       key: the random key.
       logits_NV: the logits, float [rows, vocab].
       temperature: see `sample`; a number, or float [rows, 1].
-      top_k: see `sample`.
-      top_p: see `sample`.
-      rescale_log_probs: see `sample`.
+      top_k, top_p, rescale_log_probs: see `sample`.
 
     Returns:
       The tokens, int32 [rows], and their log-probabilities, float32 [rows].
@@ -250,9 +250,7 @@ def check_sampling(temperature: Any, top_k: int, top_p: float) -> None:
     Raises:
       ConfigError: if a setting is impossible.
     """
-    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-    if not isinstance(temperature, jax.Array) and not (is_number and temperature >= 0):
-        raise ConfigError(f'temperature is {temperature!r}: it must be a number >= 0')
+    if not isinstance(temperature, jax.Array):
+        check_number('temperature', temperature, '[0, inf)')
     check_counts(0, top_k=top_k)
-    if not isinstance(top_p, int | float) or isinstance(top_p, bool) or not 0 <= top_p <= 1:
-        raise ConfigError(f'top_p is {top_p!r}: it must be a number from 0 to 1')
+    check_number('top_p', top_p, '[0, 1]')

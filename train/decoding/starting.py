@@ -37,8 +37,7 @@ class Start:
       make_step: the function num_decodes -> the model's decoding step.
       cache: the cache of the batch.
       cache_axes: the row dimension of each array of the cache; see `find_row_axes`.
-      prompts_BT: see `Search`.
-      start_index_B: see `Search`.
+      prompts_BT, start_index_B: see `Search`.
       finish: takes the decoded tokens [batch, num_decodes, length] to those to return.
     """
 
@@ -84,17 +83,11 @@ def start_encoder_decoder(
         encoder = (tile(encoded_BSE, num_decodes), tile(inputs_BS, num_decodes))
         return _make_step(model, variables, given_BT.shape[1], *encoder, method='decode')
 
-    arguments = (encoded_BSE, inputs_BS, given_BT)
-    axes = find_row_axes(make_cache, *arguments)
+    cache, axes = _make_cache(make_cache, encoded_BSE, inputs_BS, given_BT)
     prompts_BT = jnp.zeros_like(given_BT)
     if prompt_with_targets:
         prompts_BT = jnp.where(given_BT == end_token, 0, given_BT)
-    return Start(
-        make_step=make_step,
-        cache=lay_out_cache(make_cache(*arguments), axes),
-        cache_axes=axes,
-        prompts_BT=prompts_BT,
-    )
+    return Start(make_step=make_step, cache=cache, cache_axes=axes, prompts_BT=prompts_BT)
 
 
 def start_decoder_only(
@@ -159,11 +152,10 @@ def start_decoder_only(
     def make_step(num_decodes: int) -> TokensToLogits:
         return _make_step(model, variables, inputs_BT.shape[1])
 
-    arguments = (inputs_BT, prefix_BT, length_B)
-    axes = find_row_axes(make_cache, *arguments)
+    cache, axes = _make_cache(make_cache, inputs_BT, prefix_BT, length_B)
     return Start(
         make_step=make_step,
-        cache=lay_out_cache(make_cache(*arguments), axes),
+        cache=cache,
         cache_axes=axes,
         prompts_BT=inputs_BT,
         start_index_B=length_B,
@@ -171,8 +163,8 @@ def start_decoder_only(
     )
 
 
-def lay_out_cache(cache: Cache, axes: Any) -> Cache:
-    """Lays out the arrays of a cache by their logical axes.
+def _make_cache(make_cache: Callable[..., Cache], *arguments: jax.Array) -> tuple[Cache, Any]:
+    """Returns a cache, laid out by the logical axes of its arrays, and its row dimensions.
 
     Dimensions that the mesh does not divide are replicated.
     """
@@ -184,7 +176,8 @@ def lay_out_cache(cache: Cache, axes: Any) -> Cache:
         names = (*[None] * axis, *names, *[None] * x.ndim)[: x.ndim]
         return constrain(x, names, on_indivisible='replicate')
 
-    return jax.tree_util.tree_map_with_path(place, cache, axes)
+    axes = find_row_axes(make_cache, *arguments)
+    return jax.tree_util.tree_map_with_path(place, make_cache(*arguments), axes), axes
 
 
 def _shift_left(tokens_BKT: jax.Array, by_B: jax.Array) -> jax.Array:
@@ -212,12 +205,7 @@ def _make_step(
 ) -> TokensToLogits:
     """The model's side of a step: one token for each row of a cache of `length` places.
 
-    Args:
-      model: the network.
-      variables: its variables.
-      length: the length of the cache.
-      *before: the arguments before the tokens.
-      method: the method of the model that takes them, by default `__call__`.
+    The method of the model gets the arguments `before` and then the tokens.
     """
 
     def step(state: DecodingState) -> tuple[jax.Array, Cache]:

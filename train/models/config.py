@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args
 
 from train.attention import AttentionSettings
-from train.errors import ConfigError, check_counts
+from train.errors import ConfigError, check_fields
 from train.models.experts.config import ExpertsConfig
-from train.models.pipeline.settings import Pipeline
+from train.models.pipeline.stages import Pipeline
 from train.models.remat import Remat, check_placed, list_remats
 
 RematWord = Literal['none', 'dots', 'full']
@@ -37,12 +36,12 @@ class RopeScaling:
     high_frequency_factor: float = 4.0
 
     def __post_init__(self) -> None:
-        check_counts(0, **{'RopeScaling.original_length': self.original_length})
+        check_fields(self, 'RopeScaling.', original_length='[0, inf)')
         low, high = self.low_frequency_factor, self.high_frequency_factor
-        if not self.factor > 0 or not 0 < low < high:
+        if not low < high:
             raise ConfigError(
-                f'RopeScaling has factor {self.factor}, low_frequency_factor {low} and '
-                f'high_frequency_factor {high}: use a factor > 0 and 0 < low < high'
+                f'RopeScaling has low_frequency_factor {low} and high_frequency_factor {high}: use '
+                'low < high'
             )
 
 
@@ -141,22 +140,7 @@ class TransformerConfig:
     logit_soft_cap: float | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(TransformerConfig).items():
-            value, allowed = getattr(self, name), get_args(kind)
-            if get_origin(kind) is Literal and value not in allowed:
-                raise ConfigError(f'{name} is {value!r}: use {" or ".join(map(repr, allowed))}')
-            if kind == DType | None and value not in (None, *get_args(DType)):
-                raise ConfigError(f"{name} is {value!r}: use None, 'float32' or 'bfloat16'")
-            if kind is bool and not isinstance(value, bool):
-                raise ConfigError(f'{name} is {value!r}: use True or False')
-            if kind is int or (kind == int | None and value is not None):
-                check_counts(0 if name in ('max_positions', 'global_every') else 1, **{name: value})
-            if kind is float or (kind == float | None and value is not None):
-                least, most = (0.0, 1.0) if name == 'dropout_rate' else (1e-30, math.inf)
-                number = isinstance(value, int | float) and not isinstance(value, bool)
-                if not number or not least <= value < most:
-                    bounds = '>= 0 and < 1' if most == 1 else 'a number > 0'
-                    raise ConfigError(f'{name} is {value!r}: it must be {bounds}')
+        check_fields(self, dropout_rate='[0, 1)', max_positions='[0, inf)', global_every='[0, inf)')
         known, biases = get_args(Bias), self.biases
         if not isinstance(biases, list | tuple) or not all(bias in known for bias in biases):
             raise ConfigError(f'biases is {biases!r}: use a tuple of {", ".join(map(repr, known))}')
@@ -189,12 +173,6 @@ class TransformerConfig:
                 f'positions is {self.positions!r} and max_positions is {self.max_positions}: '
                 "max_positions is the size of the table of 'learned' positions, and 0 for 'rotary'"
             )
-        if not isinstance(self.attention, AttentionSettings):
-            yield f'attention is {self.attention!r}: it must be an AttentionSettings'
-        if not isinstance(self.rope_scaling, RopeScaling | None):
-            yield f'rope_scaling is {self.rope_scaling!r}: it must be a RopeScaling'
-        if not isinstance(self.pipeline, Pipeline | None):
-            yield f'pipeline is {self.pipeline!r}: it must be a Pipeline'
         if self.pipeline and not self.scan_layers:
             yield 'pipeline runs scanned layers: set scan_layers = True'
         if self.pipeline and self.pipeline.repeats > 1 and {*self.remats} != {self.remats[0] or 0}:
@@ -215,9 +193,6 @@ class TransformerConfig:
     def _problems_of_experts(self) -> Iterator[str]:
         """Yields what is wrong with settings of experts, and with others next to them."""
         experts, summed = self.experts, self.gradient_dtype
-        if not isinstance(experts, ExpertsConfig | None):
-            yield f'experts is {experts!r}: it must be an ExpertsConfig, or None'
-            return
         if experts is None:
             return
         if not experts.dropless:

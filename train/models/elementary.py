@@ -1,4 +1,4 @@
-"""What all layers of the built-in transformer are made of: norms and products."""
+"""What the built-in transformer is made of: lookups of embeddings, norms and products."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.core import spmd
 
-from partitioning import products
+from partitioning import constrain, products
+from partitioning.rules import resolve_axes, sharding_axes
 from train.models.config import TransformerConfig
 from train.models.parameters import Params
 from train.models.residual import length_name
@@ -23,6 +25,40 @@ NAMES = {
     'K': 'kv_heads',
     'N': 'kv',
 }
+
+
+def look_up(table_VD: jax.Array, tokens_BL: jax.Array) -> jax.Array:
+    """Returns a row of a table for each token, laid out as ('batch', 'length', 'embed').
+
+    Over mesh axes that shard both the batch and the columns of the table, each device looks up its
+    columns for the tokens of all shards. The results then move to the devices of their rows, which
+    moves less than the table would. Compilers need to be told this order.
+
+    Args:
+      table_VD: [vocab, embed].
+      tokens_BL: int tokens, [batch, length].
+    """
+    mesh, rules = jax.sharding.get_abstract_mesh(), spmd.get_logical_axis_rules()
+    if mesh.empty or not rules:
+        return constrain(jnp.take(table_VD, tokens_BL, axis=0), ('batch', 'length', 'embed'))
+
+    def axes(names: tuple[str, str], x: jax.Array, but: tuple[str, ...] = ()) -> list:
+        resolved = resolve_axes(names, rules, mesh=mesh, shape=x.shape)
+        found = (sharding_axes(dimension.mesh_axes) for dimension in resolved)
+        return [tuple(axis for axis in each if axis not in but) or None for each in found]
+
+    _, columns = axes(('vocab', 'embed'), table_VD)
+    batch, length = axes(('batch', 'length'), tokens_BL, but=columns or ())
+    vocab, _ = axes(('vocab', 'embed'), table_VD, but=(*(batch or ()), *(length or ())))
+    tokens_BL = constrain(tokens_BL, (batch, length))
+    rows_BLD = jnp.take(constrain(table_VD, (vocab, columns)), tokens_BL, axis=0)
+    rows_BLD = constrain(rows_BLD, (batch, length, columns))
+    _, whole_length = axes(('batch', 'length'), tokens_BL)
+    if columns and whole_length:
+        # Compilers move axes between two dimensions at a time: first to the length, then to rows.
+        columns = tuple(axis for axis in columns if axis not in whole_length)
+        rows_BLD = constrain(rows_BLD, (batch, whole_length, columns or None))
+    return constrain(rows_BLD, ('batch', 'length', 'embed'))
 
 
 def normalize(config: TransformerConfig, params: Params, x: jax.Array) -> jax.Array:

@@ -13,16 +13,14 @@ import jax.numpy as jnp
 
 from partitioning import constrain
 from train.errors import ConfigError
-from train.models.attention import Cache, Places, cached_names
+from train.models.attention import Cache, Places, cached_names, find_rotation
 from train.models.config import TransformerConfig
-from train.models.elementary import cast_matrices, normalize
-from train.models.embedding import look_up
+from train.models.elementary import cast_matrices, look_up, normalize
 from train.models.layers import Sown, apply_layer
 from train.models.parameters import Params, list_parameters
 from train.models.pipeline import find_stages, run_pipeline
-from train.models.remat import Remat, recompute, with_input
+from train.models.remat import recompute, with_input
 from train.models.residual import lay_out_residual, residual_names
-from train.models.rotary import find_rotation
 from train.output_layer import DeferredLogits
 
 
@@ -125,18 +123,17 @@ def _apply_layers(
     cache: Cache | None,
 ) -> tuple[jax.Array, Cache | None, Sown]:
     if not c.scan_layers:
-        remats, carry, sown = _remats(c, cache), (x_BLD, cache), list[Sown]()
-        for i in range(c.num_layers):
-            layer, remat = params[f'layer_{i}'], remats[i % len(remats)]
-            carry, one = _step(c, layer, i, carry, places, dropout_key, remat, in_loop=False)
-            sown.append(one)
-        return *carry, _average(sown)
+        block = [(params[f'layer_{i}'], i) for i in range(c.num_layers)]
+        carry, sown = _step_block(c, (x_BLD, cache), block, places, dropout_key, in_loop=False)
+        return *carry, sown
 
     # Cast here, the gradients of all layers are stacked in the dtype of the computation, too.
     early = c.gradient_dtype in (None, c.dtype)
     cast = functools.partial(cast_matrices, dtype=c.dtype if early else c.param_dtype)
     indices = jnp.arange(c.num_layers)
-    stages = find_stages(c.pipeline, c.num_layers) if cache is None else None
+    stages = None
+    if cache is None:
+        stages = find_stages(c.pipeline, c.num_layers, c.layers_per_iteration)
     if stages is None:
         layers = cast(params['layers'])
         return _scan(c, layers, indices, (x_BLD, cache), places, dropout_key)
@@ -145,7 +142,6 @@ def _apply_layers(
         return _scan(c, layers, indices, (x_BLD, None), places, key)[0]
 
     names = jax.tree.map(lambda p: p.names, list_parameters(c)['layers'])
-    stages.check_blocks(c.layers_per_iteration)
     remat = c.remats[0]
     policy = None if remat is None else with_input(remat).policy
     layers = params['layers']
@@ -162,53 +158,42 @@ def _scan(
     dropout_key: jax.Array | None,
 ) -> tuple[jax.Array, Cache | None, Sown]:
     """Applies stacked layers with these numbers; the first of them has the first entry of remat."""
-    remats = _remats(c, carry[1])
     # Of a loop with one iteration, XLA makes straight-line code.
-    in_loop = c.layers_per_iteration < len(indices)
+    in_loop, count = c.layers_per_iteration < len(indices), len(c.remats)
 
-    def step_block(carry: Any, block: list[tuple[Params, Any]]) -> tuple[Any, Sown]:
-        sown = list[Sown]()
-        for (p, index), remat in zip(block, remats, strict=True):
-            carry, one = _step(c, p, index, carry, places, dropout_key, remat, in_loop)
-            sown.append(one)
-        return carry, _average(sown)
+    def step(carry: Any, block: list[tuple[Params, Any]]) -> tuple[Any, Sown]:
+        return _step_block(c, carry, block, places, dropout_key, in_loop)
 
     # The arrays of a layer are arguments of the loop: of others, the loop would keep copies.
-    def every(first: int) -> tuple[Params, Any]:
-        return jax.tree.map(lambda x: x[first :: len(remats)], (layers, indices))
-
-    blocks = [every(first) for first in range(len(remats))]
-    unroll = c.layers_per_iteration // len(remats)
-    carry, sown = jax.lax.scan(step_block, carry, blocks, unroll=unroll)
+    blocks = [
+        jax.tree.map(lambda x, first=first: x[first::count], (layers, indices))
+        for first in range(count)
+    ]
+    carry, sown = jax.lax.scan(step, carry, blocks, unroll=c.layers_per_iteration // count)
     return *carry, jax.tree.map(jnp.mean, sown)
 
 
-def _average(sown: list[Sown]) -> Sown:
-    """The means of what some layers have sown."""
-    return jax.tree.map(lambda *values: sum(values) / len(values), *sown)
-
-
-def _step(
+def _step_block(
     c: TransformerConfig,
-    params: Params,
-    index: Any,
     carry: tuple[jax.Array, Cache | None],
+    block: list[tuple[Params, Any]],
     places: Places,
     dropout_key: jax.Array | None,
-    remat: Remat | None,
     in_loop: bool,
 ) -> tuple[tuple[jax.Array, Cache | None], Sown]:
-    def apply(p: Params, x_BLD: jax.Array, cache: Cache | None) -> Any:
-        # XLA would gather slices of the stacked layers before it drops their first dimension, and
-        # then copy what it has gathered into another order.
-        p = jax.lax.optimization_barrier(p)
-        key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
-        return apply_layer(c, p, x_BLD, places, index, key, cache)
+    """Applies layers, each with its number, and returns the means of what they have sown."""
+    all_sown = list[Sown]()
+    for number, (params, index) in enumerate(block):
 
-    applied = recompute(apply, remat, prevent_cse=not in_loop)
-    x_BLD, cache, sown = applied(params, *carry)
-    return (x_BLD, cache), sown
+        def apply(p: Params, x_BLD: jax.Array, cache: Cache | None, index: Any = index) -> Any:
+            # XLA would gather slices of the stacked layers before it drops their first dimension,
+            # and then copy what it has gathered into another order.
+            p = jax.lax.optimization_barrier(p)
+            key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
+            return apply_layer(c, p, x_BLD, places, index, key, cache)
 
-
-def _remats(c: TransformerConfig, cache: Cache | None) -> tuple[Remat | None, ...]:
-    return c.remats if cache is None else (None,) * len(c.remats)
+        remat = c.remats[number % len(c.remats)] if carry[1] is None else None
+        x_BLD, cache, sown = recompute(apply, remat, prevent_cse=not in_loop)(params, *carry)
+        carry = x_BLD, cache
+        all_sown.append(sown)
+    return carry, jax.tree.map(lambda *values: sum(values) / len(values), *all_sown)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from partitioning import constrain
 from train.models.attention import Cache, Places, apply_attention
 from train.models.config import TransformerConfig
 from train.models.elementary import multiply, normalize
-from train.models.experts.mixture import Mixture, lay_out, mix
+from train.models.experts.mixture import Mixture, mix
 from train.models.experts.mlp import Mlps
 from train.models.parameters import Params
 from train.models.remat import Name, named
@@ -39,14 +39,8 @@ def apply_layer(
 ) -> tuple[jax.Array, Cache | None, Sown]:
     """Adds attention and MLP, each after a norm, to the residual stream.
 
-    Args:
-      config: the settings of the model.
-      params: the parameters of the layer.
-      x_BLD: the residual stream.
-      places: where the tokens are.
-      index: the number of the layer, an integer or a scalar array.
-      dropout_key: the random key of the dropout, or None.
-      cache: the earlier tokens, with the segments of all. The result has all keys and values.
+    The number of the layer, `index`, is an integer or a scalar array. The cache has the earlier
+    tokens with the segments of all, and gets all keys and values.
 
     Returns:
       The residual stream, the cache, and what the experts sow.
@@ -76,14 +70,19 @@ def apply_layer(
         return add(x_BLD, _apply_mlp(config, params['mlp'], normed_BLD), 'mlp', 1), cache, {}
     decode = cache is not None
     mixture = _apply_experts(config, params['mlp'], normed_BLD, places.segments_BL, decode)
-    branch_BLD = mixture.y_GTM.reshape(normed_BLD.shape)
-    return add(x_BLD, branch_BLD, 'mlp', 1), cache, _sow(mixture)
+    metrics = {f'experts/{name}': value for name, value in mixture.metrics.items()}
+    sown = {'losses': mixture.losses, 'metrics': metrics}
+    return add(x_BLD, mixture.y_BLM, 'mlp', 1), cache, sown
 
 
 def _apply_mlp(c: TransformerConfig, p: Params, x_BLD: jax.Array) -> jax.Array:
-    hidden_BLF = _ACTIVATIONS[c.activation](_named_product(c, x_BLD, p, _first_part(c)))
+    def part(name: Name) -> jax.Array:
+        product = multiply(c, 'BLD,DF->BLF', x_BLD, p, name.removeprefix('mlp_'))
+        return named(product, name)
+
+    hidden_BLF = _ACTIVATIONS[c.activation](part('mlp_gate' if c.gated_mlp else 'mlp_up'))
     if c.gated_mlp:
-        hidden_BLF *= _named_product(c, x_BLD, p, 'up')
+        hidden_BLF *= part('mlp_up')
     return multiply(c, 'BLF,FD->BLD', constrain(hidden_BLF, ('batch', 'length', 'mlp')), p, 'down')
 
 
@@ -92,18 +91,14 @@ def _apply_experts(
 ) -> Mixture:
     """Applies the router and the experts of a layer. Tokens of segment 0 are padding."""
     assert c.experts is not None
-    batch, length, width = x_BLD.shape
-    tokens = length if decode else c.experts.group_size(batch, length)
-    x_GTM = lay_out(x_BLD.reshape(-1, tokens, width), ('batch', None, 'embed'), decode)
-    is_token_GT = jnp.ones(x_GTM.shape[:2], bool)
-    if segments_BL is not None:
-        is_token_GT = jnp.broadcast_to(segments_BL != 0, (batch, length)).reshape(-1, tokens)
-    router_ME = p['router'].astype(jnp.float32)
-    logits_GTE = jnp.einsum(
-        'GTM,ME->GTE', x_GTM.astype(jnp.float32), router_ME, precision='float32'
-    )
+
+    def find_logits(x_GTM: jax.Array) -> jax.Array:
+        x_GTM, router_ME = (x.astype(jnp.float32) for x in (x_GTM, p['router']))
+        return jnp.einsum('GTM,ME->GTE', x_GTM, router_ME, precision='float32')
+
+    is_token_BL = None if segments_BL is None else segments_BL != 0
     parts = ('gate', 'up') if c.gated_mlp else ('up',)
-    activations = (_ACTIVATIONS[c.activation], *[_keep] * c.gated_mlp)
+    activations = (_ACTIVATIONS[c.activation], *[_ACTIVATIONS['linear']] * c.gated_mlp)
     mlps = Mlps(
         into_hidden=tuple(p[name].astype(c.dtype) for name in parts),
         out=p['down'].astype(c.dtype),
@@ -111,20 +106,7 @@ def _apply_experts(
         dropout_rate=0.0,
         dropout_key=None,
     )
-    return mix(c.experts, mlps, x_GTM, is_token_GT, logits_GTE, training=True, decode=decode)
-
-
-def _sow(mixture: Mixture) -> Sown:
-    metrics = {f'experts/{name}': value for name, value in mixture.metrics.items()}
-    return {'losses': mixture.losses, 'metrics': metrics}
-
-
-def _keep(x: jax.Array) -> jax.Array:
-    return x
-
-
-def _squared_relu(x: jax.Array) -> jax.Array:
-    return jax.nn.relu(x) ** 2
+    return mix(c.experts, mlps, x_BLD, is_token_BL, find_logits, training=True, decode=decode)
 
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -132,16 +114,6 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     'gelu': functools.partial(jax.nn.gelu, approximate=False),
     'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
     'relu': jax.nn.relu,
-    'relu2': _squared_relu,
+    'relu2': lambda x: jax.nn.relu(x) ** 2,
+    'linear': lambda x: x,  # of the half that is not a gate
 }
-
-
-def _first_part(c: TransformerConfig) -> Literal['gate', 'up']:
-    return 'gate' if c.gated_mlp else 'up'
-
-
-def _named_product(
-    c: TransformerConfig, x_BLD: jax.Array, p: Params, name: Literal['gate', 'up']
-) -> jax.Array:
-    names: dict[str, Name] = {'gate': 'mlp_gate', 'up': 'mlp_up'}
-    return named(multiply(c, 'BLD,DF->BLF', x_BLD, p, name), names[name])

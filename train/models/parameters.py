@@ -84,12 +84,18 @@ def _layer(c: TransformerConfig) -> dict[str, Parameter]:
         del matrices['mlp/gate']
     table = {}
     if c.experts is not None:
-        matrices = {k: row for k, row in matrices.items() if not k.startswith('mlp/')}
-        table = _experts(c)
+        count, width = c.experts.num_experts, c.embed_dim
+        table['mlp/router'] = Parameter(('embed', None), (width, count), width**-0.5)
     for path, (names, num_in, bias) in matrices.items():
         shape = tuple(size[name] for name in names)
-        scale = _branch_scale(c) if names[-1] == 'embed' else 1.0
-        table[path] = Parameter(names, shape, scale * math.prod(shape[:num_in]) ** -0.5)
+        std = math.prod(shape[:num_in]) ** -0.5
+        if names[-1] == 'embed':
+            # Each layer adds two branches. Their sum then has the scale of the embedding.
+            std *= (2 * c.num_layers) ** -0.5
+        if path.startswith('mlp/') and c.experts is not None:
+            names = ('expert', *('expert_mlp' if name == 'mlp' else name for name in names))
+            shape = (count, *shape)
+        table[path] = Parameter(names, shape, std)
         if bias in c.biases:
             table[f'{path}_bias'] = Parameter(names[num_in:], shape[num_in:])
     table |= _norm(c, 'attention_norm') | _norm(c, 'mlp_norm')
@@ -98,24 +104,6 @@ def _layer(c: TransformerConfig) -> dict[str, Parameter]:
     if c.qk_norm:
         table |= _norm(c, 'attention/query_norm', 'kv') | _norm(c, 'attention/key_norm', 'kv')
     return table
-
-
-def _experts(c: TransformerConfig) -> dict[str, Parameter]:
-    """The router and the matrices of the experts of one layer, by path."""
-    assert c.experts is not None
-    d, f, count = c.embed_dim, c.mlp_dim, c.experts.num_experts
-    into = Parameter(('expert', 'embed', 'expert_mlp'), (count, d, f), d**-0.5)
-    table = {'mlp/router': Parameter(('embed', None), (d, count), d**-0.5)}
-    if c.gated_mlp:
-        table['mlp/gate'] = into
-    std = _branch_scale(c) * f**-0.5
-    down = Parameter(('expert', 'expert_mlp', 'embed'), (count, f, d), std)
-    return table | {'mlp/up': into, 'mlp/down': down}
-
-
-def _branch_scale(c: TransformerConfig) -> float:
-    """Each layer adds two branches. With this factor, their sum has the scale of the embedding."""
-    return (2 * c.num_layers) ** -0.5
 
 
 def _norm(c: TransformerConfig, path: str, name: str = 'embed') -> dict[str, Parameter]:

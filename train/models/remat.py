@@ -6,13 +6,13 @@ Layers name their arrays with `named`; a `Remat` lists the names that are kept.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from partitioning.rules import nearest
 from train.errors import ConfigError
 
 # 'residual' is the input of a layer, 'attended' what attention returns before its projection, and
@@ -31,15 +31,7 @@ Name = Literal[
 NAMES: tuple[Name, ...] = get_args(Name)
 PRODUCTS: Literal['dots'] = 'dots'
 # The results of products with parameters.
-_RESULTS: tuple[Name, ...] = (
-    'query',
-    'key',
-    'value',
-    'attention_out',
-    'mlp_gate',
-    'mlp_up',
-    'mlp_out',
-)
+_RESULTS = tuple(name for name in NAMES if name not in ('residual', 'attended'))
 # TPUs, GPUs and CPUs all have this kind of host memory.
 HOST = 'pinned_host'
 
@@ -52,9 +44,8 @@ def _check_names(setting: str, value: Any, known: Iterable[str]) -> None:
         raise ConfigError(f'{setting} is {value!r}: use a list of {listed}')
     for i, name in enumerate(value):
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            hint = f'did you mean {close[0]!r}? ' if close else ''
-            raise ConfigError(f'{setting} has {name!r}: {hint}use names of {listed}')
+            hint = nearest(str(name), known)
+            raise ConfigError(f'{setting} has {name!r}.{hint} Use names of {listed}')
         if name in value[:i]:
             raise ConfigError(f'{setting} has {name!r} twice: keep one of them')
 
@@ -122,13 +113,8 @@ def list_remats(
 ) -> tuple[Remat | None, ...]:
     """Returns what the layers of a model keep: layer n entry n modulo the length, None everything.
 
-    Args:
-      setting: the name of the setting, for messages.
-      value: a word, a `Remat`, or a list of them.
-      words: what each word stands for.
-
     Raises:
-      ConfigError: if the value is something else.
+      ConfigError: if the value is not a word, a `Remat`, or a list of them.
     """
     values = value if isinstance(value, list | tuple) and value else [value]
     for entry in values:
@@ -144,13 +130,8 @@ def list_remats(
 def check_placed(setting: str, remats: Iterable[Remat | None], missing: Mapping[str, str]) -> None:
     """Checks that a model has all arrays that it shall keep.
 
-    Args:
-      setting: the name of the setting, for messages.
-      remats: what the layers keep.
-      missing: names of arrays that the model does not have, each with the reason.
-
     Raises:
-      ConfigError: if a `Remat` has such a name.
+      ConfigError: if a `Remat` has a name in `missing`, which gives the reason for each.
     """
     for remat in remats:
         for name in (*remat.save, *remat.offload) if remat else ():

@@ -17,7 +17,7 @@ Suffixes of array names: B batch, L length, D embed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import jax
@@ -43,9 +43,18 @@ def residual_names() -> tuple[str, str, str]:
     return ('batch', length_name('residual'), 'embed')
 
 
-def lay_out_residual(x_BLD: jax.Array) -> jax.Array:
+def lay_out(x: jax.Array, names: Sequence[str | None], decode: bool = False) -> jax.Array:
+    """Lays out an activation by its logical axes.
+
+    While decoding, a dimension whose size its mesh axes do not divide is replicated: there are
+    single positions, and batches of any size.
+    """
+    return constrain(x, names, on_indivisible='replicate' if decode else None)
+
+
+def lay_out_residual(x_BLD: jax.Array, decode: bool = False) -> jax.Array:
     """Lays out the residual stream by its logical axes."""
-    return constrain(x_BLD, residual_names())
+    return lay_out(x_BLD, residual_names(), decode)
 
 
 def gather_length(normed_BLD: jax.Array) -> jax.Array:

@@ -40,6 +40,15 @@ PACKED = ('encoder_segment_ids', 'encoder_positions', *PACKED_DECODER)
 PREFIX = 'decoder_causal_attention'
 
 
+def _choose(
+    objective: TokenLoss, batch: Batch, architecture: str, needed: tuple, others: tuple
+) -> dict[str, jax.Array]:
+    """The arrays that a model needs, and the others that it takes if the batch has them."""
+    task = f'a task with architecture = {architecture!r}'
+    check_arrays(type(objective).__name__, batch, needed, task)
+    return {name: batch[name] for name in (*needed, *others) if name in batch}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderDecoder(TokenLoss):
     """Minimizes the cross-entropy of targets, given inputs that an encoder reads.
@@ -49,10 +58,7 @@ class EncoderDecoder(TokenLoss):
     """
 
     def model_inputs(self, batch: Batch) -> tuple[tuple[()], dict[str, jax.Array]]:
-        task = "a task with architecture = 'encoder_decoder'"
-        check_arrays(type(self).__name__, batch, ENCODER_DECODER, task)
-        names = (*ENCODER_DECODER, *PACKED)
-        return (), {name: batch[name] for name in names if name in batch}
+        return (), _choose(self, batch, 'encoder_decoder', ENCODER_DECODER, PACKED)
 
     def start_decoding(self, variables: Variables, batch: Batch, **options: Any) -> Start:
         """Starts the decoding of a batch, with the options of `start_encoder_decoder`."""
@@ -73,10 +79,8 @@ class PrefixLanguageModel(TokenLoss):
     bidirectional_prefix: bool = True
 
     def model_inputs(self, batch: Batch) -> tuple[tuple[()], dict[str, jax.Array]]:
-        task = "a task with architecture = 'decoder_only'"
-        check_arrays(type(self).__name__, batch, DECODER, task)
-        names = (*DECODER, *PACKED_DECODER, *([PREFIX] if self.bidirectional_prefix else []))
-        return (), {name: batch[name] for name in names if name in batch}
+        others = (*PACKED_DECODER, *([PREFIX] if self.bidirectional_prefix else []))
+        return (), _choose(self, batch, 'decoder_only', DECODER, others)
 
     def start_decoding(self, variables: Variables, batch: Batch, **options: Any) -> Start:
         """Starts the decoding of a batch, with the options of `start_decoder_only`."""

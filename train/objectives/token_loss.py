@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from partitioning import TrainState
-from train.errors import ConfigError
+from train.errors import ConfigError, check_choice, check_fields, check_number
 from train.objectives.model import Applied, Model
 from train.objectives.modules import as_model
 from train.objectives.objective import Batch, Loss, Objective, Variables, row_weights
@@ -54,19 +54,11 @@ class TokenLoss(Objective):
     def __post_init__(self) -> None:
         kind = type(self).__name__
         as_model(self.model)
-        for name, bound in (('z_loss', math.inf), ('label_smoothing', 1.0)):
-            if not _is_number(value := getattr(self, name)) or not 0 <= value < bound:
-                below = '' if bound == math.inf else f' and < {bound:g}'
-                raise ConfigError(f'{kind}.{name} is {value!r}: it must be >= 0{below}')
-        divisor: Any = self.loss_divisor
-        positive = _is_number(divisor) and 0 < divisor < math.inf
-        if not positive and divisor not in get_args(Divisor):
-            raise ConfigError(
-                f'{kind}.loss_divisor is {divisor!r}: use '
-                f'{", ".join(map(repr, get_args(Divisor)))} or a number > 0'
-            )
-        if not isinstance(self.output, OutputSettings):
-            raise ConfigError(f'{kind}.output is {self.output!r}: it must be an OutputSettings')
+        check_fields(self, f'{kind}.', z_loss='[0, inf)', label_smoothing='[0, 1)')
+        if isinstance(self.loss_divisor, str):
+            check_choice(f'{kind}.loss_divisor', self.loss_divisor, get_args(Divisor))
+        else:
+            check_number(f'{kind}.loss_divisor', self.loss_divisor, '(0, inf)')
 
     @abc.abstractmethod
     def model_inputs(self, batch: Batch) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
@@ -126,8 +118,9 @@ class TokenLoss(Objective):
             # Moves probability from the target to every other token.
             moved_BL = (self.label_smoothing + per_token) * scores.logit_BL
             moved_BL -= per_token * scores.logit_sum_BL
-            # The loss is 0 for a model that predicts the smoothed labels.
-            moved_BL -= _entropy(self.label_smoothing, num_tokens)
+            # The loss is 0 for a model that predicts the smoothed labels: this is their entropy.
+            kept = 1 - self.label_smoothing
+            moved_BL -= -kept * math.log(kept) - self.label_smoothing * math.log(per_token)
             total += jnp.sum(moved_BL * weights_BL)
         return Loss(total, sums, applied.variables)
 
@@ -165,17 +158,10 @@ class TokenLoss(Objective):
 def check_arrays(
     kind: str, batch: Batch, needed: Sequence[str], task: str, others: Sequence[str] | None = None
 ) -> None:
-    """Checks that a batch has the arrays that an objective needs.
+    """Checks that a batch has the arrays that an objective of this kind needs.
 
-    Args:
-      kind: the name of the objective.
-      batch: the batch.
-      needed: the names of the arrays.
-      task: the task to use instead, for the message.
-      others: the names of the other arrays that a batch may have. By default, it may have any.
-
-    Raises:
-      ConfigError: if one is missing, or a batch has another one.
+    `others` are the names of the other arrays that a batch may have; by default, it may have any.
+    The message names the task to use instead.
     """
     unknown = [] if others is None else batch.keys() - {*needed, *others, 'row_weights'}
     if unknown or any(name not in batch for name in needed):
@@ -195,12 +181,6 @@ def _check_logits(logits: Any, batch: Mapping[str, Any]) -> None:
         )
 
 
-def _entropy(smoothing: float, num_tokens: int) -> float:
-    """Returns the entropy of smoothed labels, in nats."""
-    each = smoothing / (num_tokens - 1)
-    return -(1 - smoothing) * math.log(1 - smoothing) - smoothing * math.log(each)
-
-
 def _sums_of_sequences(weights_BL: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
     """Returns, for each target, the sum of the weights in its row or segment, [batch, length]."""
     if segments_BL is None:
@@ -212,7 +192,3 @@ def _sums_of_sequences(weights_BL: jax.Array, segments_BL: jax.Array | None) -> 
         return sums[segments_L]
 
     return jax.vmap(of_row)(weights_BL, segments_BL)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

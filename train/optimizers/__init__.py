@@ -1,29 +1,15 @@
 """Optimizers: optax transformations, masks of weight decay, and Adafactor with T5X's factoring."""
 
 from train.optimizers.optimizer import (
-    LogicalAxes,
-    Optimizer,
-    as_transformation,
-    chain,
-    decay_matrices_only,
-    global_norm,
-    label_by_path,
-    learning_rate_of,
-    logical_axes_of,
-    matrices_for_muon,
-    share_of,
+    LogicalAxes as LogicalAxes,
+    Optimizer as Optimizer,
+    as_transformation as as_transformation,
+    chain as chain,
+    decay_matrices_only as decay_matrices_only,
+    global_norm as global_norm,
+    label_by_path as label_by_path,
+    learning_rate_of as learning_rate_of,
+    logical_axes_of as logical_axes_of,
+    matrices_for_muon as matrices_for_muon,
+    share_of as share_of,
 )
-
-__all__ = [
-    'LogicalAxes',
-    'Optimizer',
-    'as_transformation',
-    'chain',
-    'decay_matrices_only',
-    'global_norm',
-    'label_by_path',
-    'learning_rate_of',
-    'logical_axes_of',
-    'matrices_for_muon',
-    'share_of',
-]

@@ -147,7 +147,10 @@ def make_adafactor(
         arrays, treedef = jax.tree.flatten(params)
         gradients: Sequence[Any] = treedef.flatten_up_to(grads)
         if settings.global_norm_clip_threshold is not None:
-            gradients = _clip_by_global_norm(gradients, settings.global_norm_clip_threshold)
+            threshold = settings.global_norm_clip_threshold
+            norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in gradients))
+            factor = threshold * jnp.minimum(1.0 / threshold, 1.0 / norm)
+            gradients = [g * factor for g in gradients]
         by_parameter = zip(*(treedef.flatten_up_to(tree) for tree in state[1:]), strict=True)
         updates, states = [], []
         for path, x, grad, old in zip(_paths(params), arrays, gradients, by_parameter, strict=True):
@@ -250,11 +253,6 @@ def _rms(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
     return jnp.sqrt(jnp.mean(x * x, axis=dims, keepdims=True))
 
 
-def _clip_by_global_norm(grads: Sequence[jax.Array], threshold: float) -> list[jax.Array]:
-    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in grads))
-    return [g * (threshold * jnp.minimum(1.0 / threshold, 1.0 / norm)) for g in grads]
-
-
 def factor_dimensions(
     path: str, shape: tuple[int, ...], rule: FactorRule, min_dim_size_to_factor: int
 ) -> Factoring:
@@ -263,12 +261,6 @@ def factor_dimensions(
     Arrays of rank 0 to 2 without a batch dimension are always factored by their sizes, if they
     have a rule at all, and only if both dimensions are large enough. All others are factored as
     their rule says, whatever their sizes.
-
-    Args:
-      path: the path of the parameter, for messages.
-      shape: its shape.
-      rule: what each dimension is.
-      min_dim_size_to_factor: smaller dimensions are not factored by their sizes.
 
     Raises:
       ConfigError: if an array of higher rank has no rule for its dimensions, or if its rule does

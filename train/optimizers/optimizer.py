@@ -18,7 +18,7 @@ import optax
 from partitioning.state import path_str, walk
 from partitioning.state.boxes import array_of, is_carrier
 from partitioning.state.traversal import Leaf
-from train.errors import ConfigError
+from train.errors import ConfigError, check_number
 
 # The logical axes that stack the arrays of several layers.
 STACKED_AXES = ('layers', 'stack', 'stage')
@@ -44,7 +44,9 @@ class Optimizer:
     clip_norm: float | None = 1.0
 
     def __post_init__(self) -> None:
-        if not callable(self.transform) or not _takes_learning_rate(self.transform):
+        known = inspect.signature(self.transform).parameters if callable(self.transform) else {}
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
+        if not takes_any and 'learning_rate' not in known:
             raise ConfigError(
                 f'Optimizer.transform is {self.transform!r}: it must be a function that takes '
                 'learning_rate. In a gin file, write @optax.adamw, without parentheses. Use a '
@@ -56,10 +58,7 @@ class Optimizer:
                 'schedule. In a gin file, write @optax.warmup_cosine_decay_schedule(), with '
                 'parentheses'
             )
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ConfigError(
-                f'Optimizer.clip_norm is {self.clip_norm!r}: it must be greater than 0, or None'
-            )
+        check_number('Optimizer.clip_norm', self.clip_norm, '(0, inf) or None')
 
     def build(self, logical_axes: LogicalAxes | None = None) -> optax.GradientTransformation:
         """Returns the optax transformation, including clipping.
@@ -290,11 +289,6 @@ def _run_with(stacked: Mapping[str, int], function: Callable[..., Any]) -> Calla
         return context.run(function, *args, **kwargs)
 
     return call
-
-
-def _takes_learning_rate(transform: Callable[..., Any]) -> bool:
-    known = inspect.signature(transform).parameters
-    return 'learning_rate' in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
 
 
 def _is_schedule(rate: Any) -> bool:

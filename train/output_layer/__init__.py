@@ -4,7 +4,9 @@
 hidden states, with gradients; `chunks` does so on one device. `placement` finds the mesh axes.
 """
 
-from train.output_layer.fused import score_targets
-from train.output_layer.logits import DeferredLogits, OutputSettings, TargetScores
-
-__all__ = ['DeferredLogits', 'OutputSettings', 'TargetScores', 'score_targets']
+from train.output_layer.fused import score_targets as score_targets
+from train.output_layer.logits import (
+    DeferredLogits as DeferredLogits,
+    OutputSettings as OutputSettings,
+    TargetScores as TargetScores,
+)

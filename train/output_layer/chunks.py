@@ -86,22 +86,20 @@ def choose_chunks(tokens: Any, columns: int, num_chunks: int | None) -> tuple[in
     Raises:
       ConfigError: if there are fewer columns than chunks.
     """
-    if num_chunks is not None:
-        if num_chunks > columns:
-            raise ConfigError(
-                f'OutputSettings.num_chunks is {num_chunks}, but a device has {columns} columns of '
-                f'the vocabulary: use at most {columns}'
-            )
-        size = -(-columns // num_chunks)
-        # Whole vector registers: TPUs copy chunks of other sizes.
-        size = size if size < LANES else -(-size // LANES) * LANES
-        return -(-columns // size), min(size, columns)
-    most = CHUNK_BYTES // (4 * tokens) if isinstance(tokens, int) else columns
-    if most >= columns:
-        return 1, columns
-    most = max(most // LANES, 1) * LANES
-    size = -(-columns // -(-columns // most))
-    size = -(-size // LANES) * LANES
+    is_free = num_chunks is None
+    if num_chunks is None:
+        most = CHUNK_BYTES // (4 * tokens) if isinstance(tokens, int) else columns
+        if most >= columns:
+            return 1, columns
+        num_chunks = -(-columns // (max(most // LANES, 1) * LANES))
+    if num_chunks > columns:
+        raise ConfigError(
+            f'OutputSettings.num_chunks is {num_chunks}, but a device has {columns} columns of '
+            f'the vocabulary: use at most {columns}'
+        )
+    size = -(-columns // num_chunks)
+    # Whole vector registers: TPUs copy chunks of other sizes.
+    size = -(-size // LANES) * LANES if is_free or size > LANES else size
     return -(-columns // size), min(size, columns)
 
 
@@ -167,10 +165,7 @@ def differentiate_chunks(
     """Returns the gradients of the hidden states and of the weights of this device.
 
     Args:
-      c: the chunks.
-      x_BLD: the hidden states.
-      w_DV: the weights.
-      targets_BL: the targets.
+      c, x_BLD, w_DV, targets_BL: see `score_chunks`.
       log_z_BL: the logarithms of the normalizers over the whole vocabulary.
       logits_BLV: what `score_chunks` has kept, or None.
       cotangents: the cotangents of the scores.

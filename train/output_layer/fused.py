@@ -95,15 +95,7 @@ class _Layer:
 def score_deferred(
     deferred: DeferredLogits, targets_BL: jax.Array, settings: OutputSettings
 ) -> TargetScores:
-    """Scores targets, given hidden states and the weights of the output layer.
-
-    Args:
-      deferred: the hidden states and the weights.
-      targets_BL: int targets, [batch, length].
-      settings: how the logits are computed.
-
-    Returns:
-      The scores, laid out as ('batch', 'length').
+    """Scores int targets [batch, length]. The scores are laid out as ('batch', 'length').
 
     Raises:
       ConfigError: if a device has fewer columns of the vocabulary than there are chunks.
@@ -148,9 +140,7 @@ def _forward(
 ) -> tuple[TargetScores, Any]:
     p, c = layer.placement, layer.chunking
 
-    def on_device(
-        x_BLD: jax.Array, w_DV: jax.Array, targets_BL: jax.Array
-    ) -> tuple[TargetScores, _Kept]:
+    def on_device(x_BLD: Any, w_DV: Any, targets_BL: Any) -> tuple[TargetScores, _Kept]:
         x_BLD = gather(gather(x_BLD, p.hidden, 2), p.shared_length, 1).astype(c.dtype)
         w_DV = gather(w_DV, p.embed, 0)
         targets_BL = gather(targets_BL, p.shared_length, 1)

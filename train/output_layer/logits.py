@@ -6,13 +6,13 @@ Suffixes of array names: B batch, L length, D embed, V vocab.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from partitioning import constrain
-from train.errors import ConfigError, check_counts
+from train.errors import check_fields
 
 DType = Literal['float32', 'bfloat16']
 
@@ -40,15 +40,7 @@ class OutputSettings:
     gradient_dtype: DType | None = None
 
     def __post_init__(self) -> None:
-        if self.num_chunks is not None:
-            check_counts(**{'OutputSettings.num_chunks': self.num_chunks})
-        dtypes: dict[str, Any] = {'logits_dtype': self.logits_dtype}
-        if self.gradient_dtype is not None:
-            dtypes['gradient_dtype'] = self.gradient_dtype
-        for name, value in dtypes.items():
-            if value not in get_args(DType):
-                allowed = ' or '.join(map(repr, get_args(DType)))
-                raise ConfigError(f'OutputSettings.{name} is {value!r}: use {allowed}')
+        check_fields(self, 'OutputSettings.')
 
 
 HIDDEN = ('batch', 'length', 'embed')

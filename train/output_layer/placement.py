@@ -31,7 +31,6 @@ class Placement:
       embed: the axes of the rows of the weights, which are also axes of the tokens.
       vocab: the axes of the vocabulary.
       vocab_shards: the number of parts of the vocabulary.
-      manual: the axes of a surrounding `jax.shard_map`.
     """
 
     batch: Axes = ()
@@ -65,11 +64,6 @@ def find_placement(
     x_shape: Sequence[int], x_names: Sequence[str], w_shape: Sequence[int]
 ) -> Placement:
     """Reads the placement from the mesh that is set and the logical axis rules of the context.
-
-    Args:
-      x_shape: the shape of the hidden states.
-      x_names: their logical axes.
-      w_shape: the shape of the weights.
 
     Raises:
       ValueError: if the rules do not apply, as in `partitioning.constrain`.

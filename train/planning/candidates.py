@@ -9,7 +9,7 @@ from typing import Any, Literal
 from partitioning.hardware import OptionValue
 from train.config import TrainConfig
 from train.models.config import TransformerConfig
-from train.models.pipeline.settings import Pipeline
+from train.models.pipeline import Pipeline
 from train.models.remat import Remat
 from train.objectives import TokenLoss
 from train.planning.machines import Machine, move_to

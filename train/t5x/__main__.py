@@ -17,14 +17,6 @@ no equivalent and why. Nothing is trained.
 """
 
 
-def report(arguments: Sequence[str]) -> int:
-    """Runs `python -m train.t5x report`, and returns its exit status."""
-    parser = CommandParser('python -m train.t5x report', 'FILE.gin ... [flags]', _DESCRIPTION)
-    parser.add_argument('files', metavar='FILE.gin', nargs='*', help='later files override earlier')
-    options = parser.read(arguments)
-    return run_command(lambda: _report(options), options)
-
-
 def _report(options: argparse.Namespace) -> None:
     from train.errors import ConfigError
     from train.gin import checks
@@ -57,11 +49,14 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs one of the commands, and returns its exit status."""
-    if arguments[:1] == ['report']:
-        return report(arguments[1:])
-    print('error: the command is: python -m train.t5x report FILE.gin ...', file=sys.stderr)
-    return 2
+    """Runs `python -m train.t5x report`, and returns its exit status."""
+    if arguments[:1] != ['report']:
+        print('error: the command is: python -m train.t5x report FILE.gin ...', file=sys.stderr)
+        return 2
+    parser = CommandParser('python -m train.t5x report', 'FILE.gin ... [flags]', _DESCRIPTION)
+    parser.add_argument('files', metavar='FILE.gin', nargs='*', help='later files override earlier')
+    options = parser.read(arguments[1:])
+    return run_command(lambda: _report(options), options)
 
 
 if __name__ == '__main__':

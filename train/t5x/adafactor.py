@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from train.errors import ConfigError, check_counts
+from train.errors import ConfigError, check_fields
 from train.optimizers import LogicalAxes, Optimizer
 from train.optimizers.factored import (
     HEURISTIC_RULE as HEURISTIC_RULE,
@@ -22,20 +22,17 @@ from train.optimizers.factored import (
     make_adafactor,
     rule_by_axes,
 )
-from train.t5x.refusals import check_number, check_off, check_one_of, refusal
+from train.t5x.refusals import check_off, check_one_of, refusal
 
 KEY = 'adafactor.Adafactor'
-# The valid intervals of numeric settings.
+# The valid intervals of numeric settings. Others are above 0.
 NUMBERS = {
-    'beta1': '[0, 1) or None',
+    'beta1': '[0, 1)',
     'decay_rate': '(0, 1]',
-    'clipping_threshold': '(0, inf) or None',
-    'weight_decay_rate': '[0, inf) or None',
-    'weight_decay_rate_lr_exponent': '[0, inf) or None',
-    'max_parameter_scale': '(0, inf) or None',
-    'epsilon1': '(0, inf)',
     'epsilon2': '[0, inf)',
-    'global_norm_clip_threshold': '(0, inf) or None',
+    'step_offset': '[0, inf)',
+    'weight_decay_rate': '[0, inf)',
+    'weight_decay_rate_lr_exponent': '[0, inf)',
 }
 # What a rule may call the dimensions.
 _KINDS = {
@@ -96,7 +93,7 @@ class HParamMap:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Adafactor:
+class Adafactor(AdafactorSettings):
     """The optimizer of T5X's configurations. The trainer sets its learning rate.
 
     Attributes:
@@ -109,29 +106,16 @@ class Adafactor:
         `logical_factor_rules` takes precedence.
       min_dim_size_to_factor: matrices with a smaller dimension are not factored.
       logical_factor_rules: what each logical axis is: 'row', 'column', 'batch' or 'none'.
-      beta1, decay_rate, step_offset, clipping_threshold, weight_decay_rate, epsilon1, epsilon2,
-        dtype_momentum, weight_decay_rate_lr_exponent, global_norm_clip_threshold,
-        max_parameter_scale, skip_nan_updates: see `train.optimizers.factored.AdafactorSettings`.
+
+    `train.optimizers.factored.AdafactorSettings` describes the other attributes.
     """
 
     learning_rate: float | None = None
     factored: bool = True
     multiply_by_parameter_scale: bool | HParamMap = True
-    beta1: float | None = None
-    decay_rate: float = 0.8
-    step_offset: int = 0
-    clipping_threshold: float | None = 1.0
-    weight_decay_rate: float | None = None
     min_dim_size_to_factor: int = 128
-    epsilon1: float = 1e-30
-    epsilon2: float = 1e-3
-    dtype_momentum: Any = 'float32'
     factor_map: HParamMap | None = None
     logical_factor_rules: Mapping[str, Any] | None = None
-    weight_decay_rate_lr_exponent: float | None = None
-    global_norm_clip_threshold: float | None = None
-    max_parameter_scale: float | None = None
-    skip_nan_updates: bool = False
 
     def __post_init__(self) -> None:
         trainer = 'the learning rate is set by trainer.Trainer.learning_rate_fn'
@@ -143,12 +127,7 @@ class Adafactor:
             raise refusal(f'{KEY}.factor_map', self.factor_map, 'write @adafactor.HParamMap()')
         if not self.factored and self.factor_map is not None:
             raise refusal(f'{KEY}.factored', False, 'factor_map is set; leave one of them out')
-        for name, allowed in NUMBERS.items():
-            check_number(f'{KEY}.{name}', getattr(self, name), allowed)
-        check_counts(minimum=0, **{f'{KEY}.step_offset': self.step_offset})
-        check_counts(**{f'{KEY}.min_dim_size_to_factor': self.min_dim_size_to_factor})
-        for name in ('factored', 'skip_nan_updates'):
-            check_one_of(f'{KEY}.{name}', getattr(self, name), (True, False), 'it must be a bool')
+        check_fields(self, f'{KEY}.', **NUMBERS)
         try:
             floating = jnp.issubdtype(jnp.dtype(self.dtype_momentum), jnp.floating)
         except TypeError:
@@ -171,21 +150,16 @@ class Adafactor:
         self, learning_rate: optax.Schedule | float, logical_axes: LogicalAxes
     ) -> optax.GradientTransformation:
         """The optax transformation, given the names of the dimensions of each parameter."""
-        settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(AdafactorSettings)}
         scaled = self.multiply_by_parameter_scale
 
         def factoring(path: str, shape: tuple[int, ...]) -> Factoring:
             rule = self._rule(path, logical_axes)
             return factor_dimensions(path, shape, rule, self.min_dim_size_to_factor)
 
-        return make_adafactor(
-            learning_rate,
-            AdafactorSettings(**settings),
-            factoring,
-            (lambda path: bool(scaled[path]))
-            if isinstance(scaled, HParamMap)
-            else lambda _: scaled,
-        )
+        def is_scaled(path: str) -> bool:
+            return bool(scaled[path] if isinstance(scaled, HParamMap) else scaled)
+
+        return make_adafactor(learning_rate, self, factoring, is_scaled)
 
     def _rule(self, path: str, logical_axes: LogicalAxes) -> FactorRule:
         """The factor rule of a parameter."""

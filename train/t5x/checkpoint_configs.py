@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from train import checkpoints
-from train.errors import ConfigError, check_counts
+from train.errors import ConfigError, check_counts, check_fields
 from train.t5x.checkpoints import (
     Checkpointer,
     CheckpointManager,
@@ -50,10 +50,7 @@ class SaveCheckpointConfig:
     checkpoint_manager_cls: Any = None
 
     def __post_init__(self) -> None:
-        if self.period is not None:
-            check_counts(minimum=0, **{f'{SAVE}.period': self.period})
-        if self.keep is not None:
-            check_counts(**{f'{SAVE}.keep': self.keep})
+        check_fields(self, f'{SAVE}.', period='[0, inf)', keep_dataset_checkpoints='[0, inf)')
         for i, step in enumerate(self.checkpoint_steps or ()):
             check_counts(**{f'{SAVE}.checkpoint_steps[{i}]': step})
         check_one_of(f'{SAVE}.dtype', self.dtype, ('float32', *DTYPES), 'T5X has no other')
@@ -118,9 +115,7 @@ class RestoreCheckpointConfig:
         check_one_of(f'{RESTORE}.mode', self.mode, ('latest', 'specific', 'all'), why)
         dtypes = (*DTYPES, 'float16')
         check_one_of(f'{RESTORE}.dtype', self.dtype, dtypes, 'T5X has no other')
-        for name in ('strict', 'fallback_to_scratch'):
-            value = getattr(self, name)
-            check_one_of(f'{RESTORE}.{name}', value, (True, False), 'it must be True or False')
+        check_fields(self, f'{RESTORE}.')
         checkpoints.check_renames(f'{RESTORE}.assignment_map', self.assignment_map or ())
         _checkpointer(RESTORE, self.checkpointer_cls)
         _check_manager(RESTORE, self.checkpoint_manager_cls)

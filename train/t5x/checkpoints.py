@@ -16,17 +16,35 @@ import jax
 from etils import epath
 from flax import traverse_util
 
+from partitioning.state.boxes import key_names
 from train import checkpoints
 from train.checkpoints import complete_steps
 from train.checkpoints.arrays.stored import StoredArray, repeat_first
 from train.checkpoints.config import WhenBusy
-from train.checkpoints.formats.t5x_files import STEP, read_arrays
+from train.checkpoints.formats.t5x_files import STEP, name_in_t5x, read_arrays
 from train.checkpoints.reading import CheckpointReader
 from train.checkpoints.steps.finding import saved_steps, t5x_format, t5x_steps, usable_t5x_steps
 from train.errors import ConfigError, check_counts, first_line
+from train.optimizers.factored import AdafactorState
 from train.paths import as_path, is_remote
-from train.t5x import state_names
 from train.t5x.state_utils import transform
+
+# The beginnings of the names of what an evaluation needs.
+VARIABLES = (STEP, 'target', 'flax_mutables')
+
+
+def names_of(state: Any) -> list[str]:
+    """T5X's names of the arrays of a TrainState, in the order of its leaves; see `name_in_t5x`."""
+
+    def is_adafactor(x: Any) -> bool:
+        return isinstance(x, AdafactorState)
+
+    optimizer = jax.tree_util.tree_leaves_with_path(state.opt_state, is_leaf=is_adafactor)
+    adafactors = [
+        '/'.join(('opt_state', *key_names(path))) for path, x in optimizer if is_adafactor(x)
+    ]
+    names = ('/'.join(key_names(path)) for path, _ in jax.tree_util.tree_leaves_with_path(state))
+    return [name_in_t5x(name, adafactors) for name in names]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +85,7 @@ class T5XCheckpoints(checkpoints.Checkpoints):
       restore: the settings that name `directory`, if it belongs to another run.
     """
 
-    variables = state_names.VARIABLES
+    variables = VARIABLES
     prefix = 'checkpoint_'
     needs_manifest = False
     use_ocdbt = True
@@ -96,7 +114,7 @@ class T5XCheckpoints(checkpoints.Checkpoints):
 
     def names(self, abstract_state: Any) -> list[str]:
         """T5X's names of the arrays of a state."""
-        return state_names.names_of(abstract_state)
+        return names_of(abstract_state)
 
     def arrays(self, step: int, wanted: Any) -> dict[str, StoredArray]:
         """Opens the arrays of a checkpoint, and applies the transformations of the settings."""

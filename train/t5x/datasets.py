@@ -7,40 +7,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from train.data import CausalLM, Lengths, Mixture, PairTask, Subset, Task, TextTask, Tokenizer
+from train.data import CausalLM, Lengths, Mixture, PairTask, Subset, Task, TextTask
 from train.data.rows.lengths import FEATURES
-from train.data.rows.pair_tasks import Architecture, adapt, map_parts
+from train.data.rows.pair_tasks import adapt, map_parts
 from train.data.rows.subset import parse_split
-from train.errors import ConfigError, check_counts
+from train.errors import ConfigError, check_counts, check_fields
 from train.t5x import seqio, seqio_tasks
-from train.t5x.refusals import check_one_of, refusal
+from train.t5x.models import BaseTransformerModel
+from train.t5x.refusals import refusal
 
 KEY = 'utils.DatasetConfig'
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Reader:
-    """The model that reads the rows.
-
-    Attributes:
-      architecture: its kind.
-      vocabulary: the tokenizer of the targets.
-      inputs_vocabulary: the tokenizer of the inputs.
-    """
-
-    architecture: Architecture
-    vocabulary: Tokenizer
-    inputs_vocabulary: Tokenizer
-
-    def with_vocabularies(self, task: Any) -> Any:
-        """A task with the vocabularies of the model, unless it has a tokenizer of its own."""
-        field = getattr(task, '__dataclass_fields__', {}).get('tokenizer')
-        if field is None or task.tokenizer != field.default_factory():
-            return task
-        changes = {'tokenizer': self.vocabulary}
-        if self.inputs_vocabulary != self.vocabulary and hasattr(task, 'inputs_tokenizer'):
-            changes['inputs_tokenizer'] = self.inputs_vocabulary
-        return dataclasses.replace(task, **changes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,75 +58,66 @@ class DatasetConfig:
     use_memory_cache: bool = True
 
     def __post_init__(self) -> None:
-        check_counts(**{f'{KEY}.batch_size': self.batch_size})
-        if self.seed is not None:
-            check_counts(minimum=0, **{f'{KEY}.seed': self.seed})
-        for name in ('shuffle', 'pack', 'trim_output_features'):
-            value = getattr(self, name)
-            check_one_of(f'{KEY}.{name}', value, (True, False), 'it must be True or False')
+        check_fields(self, f'{KEY}.', seed='[0, inf)')
         if not isinstance(self.split, str):
             raise refusal(f'{KEY}.split', self.split, "write 'train', 'validation' or 'test'")
 
-    def training_task(self, reader: Reader) -> Task:
-        """The task to train on.
-
-        Args:
-          reader: the model that reads the rows.
+    def training_task(self, model: BaseTransformerModel) -> Task:
+        """The task to train a model on.
 
         Raises:
           ConfigError: if no task has this name, or if its rows cannot be made as the settings say.
         """
-        task = self._adapted(reader)
+        task = self._adapted(model)
         if isinstance(task, CausalLM) and task.packing == 'pack' and not self.pack:
             why = "the task packs documents (CausalLM.packing is 'pack'); write pack = True"
             raise refusal(f'train/{KEY}.pack', self.pack, why)
-        split = self._own_split
-        return self._subset(task, split == 'train' and self.shuffle, training=split)
+        return self._subset(task, training=True)
 
-    def evaluated_task(self, reader: Reader, *, pack: bool | None = None) -> Task:
-        """The task whose held-out part is evaluated.
+    def evaluated_task(self, model: BaseTransformerModel, *, pack: bool | None = None) -> Task:
+        """The task whose held-out part is evaluated; see `training_task`.
 
-        Args:
-          reader: the model that reads the rows.
-          pack: whether a row may hold several examples, by default the setting.
-
-        Raises:
-          ConfigError: as in `training_task`.
+        `pack` says whether a row may hold several examples, by default as the setting does.
         """
-        task = self._adapted(reader, pack)
-        split = self._own_split
-        plain = split in ('validation', 'test') and not self.shuffle
-        return self._subset(task, plain, held_out=split)
+        return self._subset(self._adapted(model, pack), training=False)
 
-    @property
-    def _own_split(self) -> str:
-        """The split of a task of this trainer, which has only one held-out part."""
-        return re.sub(r'^(validation|test)_\w+', r'\1', self.split)
+    def _adapted(self, model: BaseTransformerModel, pack: bool | None = None) -> Any:
+        def with_vocabularies(task: Any) -> Any:
+            """A task with the vocabularies of the model, unless it has a tokenizer of its own."""
+            field = getattr(task, '__dataclass_fields__', {}).get('tokenizer')
+            if field is None or task.tokenizer != field.default_factory():
+                return task
+            changes = {'tokenizer': model.output_vocabulary}
+            differs = model.input_vocabulary != model.output_vocabulary
+            if differs and hasattr(task, 'inputs_tokenizer'):
+                changes['inputs_tokenizer'] = model.input_vocabulary
+            return dataclasses.replace(task, **changes)
 
-    def _adapted(self, reader: Reader, pack: bool | None = None) -> Any:
         pack = self.pack if pack is None else pack
-        task = map_parts(reader.with_vocabularies, self.task)
-        task = adapt(task, architecture=reader.architecture, pack=pack)
+        task = map_parts(with_vocabularies, self.task)
+        task = adapt(task, architecture=model.architecture, pack=pack)
         return task if self.trim_output_features else adapt(task, cut=False)
 
-    def _subset(self, task: Any, plain: bool, **split: str) -> Task:
-        if isinstance(task, seqio_tasks.SeqioTask) or _is_mixture_of_seqio(task):
-            split = dict.fromkeys(split, 'train')  # seqio has read this split only
-            plain = self.shuffle == ('training' in split)
-        if plain:
+    def _subset(self, task: Any, *, training: bool) -> Task:
+        """The task whose training or held-out part is what `split` names."""
+        split = re.sub(r'^(validation|test)_\w+', r'\1', self.split)  # one part is held out
+        whole = split == 'train' if training else split in ('validation', 'test')
+        first = task.tasks[0] if isinstance(task, Mixture) else task
+        if isinstance(first, seqio_tasks.SeqioTask):
+            split, whole = 'train', True  # seqio has read this split only
+        if whole and self.shuffle == training:
             return task
         if not isinstance(task, TextTask):
-            raise refusal(
-                f'{KEY}.split', self.split, f'{type(task).__name__} has no splits and no slices'
-            )
+            why = f'{type(task).__name__} has no splits and no slices'
+            raise refusal(f'{KEY}.split', self.split, why)
         try:
-            for one in split.values():
-                parse_split(one)
+            parse_split(split)
         except ConfigError as error:
             raise ConfigError(f'{KEY}.{error}') from error
-        training = {'shuffle': self.shuffle} if 'training' in split else {}
-        held_out = {'shuffle_held_out': self.shuffle, 'seed': self.seed} if not training else {}
-        return Subset(task=task, **split, **training, **held_out)  # type: ignore[arg-type]
+        if training:
+            return Subset(task=task, training=split, shuffle=self.shuffle)
+        shuffled = {'shuffle_held_out': self.shuffle, 'seed': self.seed}
+        return Subset(task=task, held_out=split, **shuffled)  # type: ignore[arg-type]
 
     @property
     def task(self) -> Task:
@@ -174,41 +141,31 @@ class DatasetConfig:
           ConfigError: if they do not fit to the task.
         """
         lengths, key = self.task_feature_lengths, f'{KEY}.task_feature_lengths'
-        has_inputs = _has_inputs(task)
-        if lengths is None and has_inputs is not None:
+        with_inputs = has_inputs(task)
+        if lengths is None and with_inputs is not None:
             return dict.fromkeys(FEATURES)
         if not isinstance(lengths, Mapping) or 'targets' not in lengths:
             raise refusal(key, lengths, "write {'targets': number of tokens in a row}")
         others = sorted(
             name
             for name, length in lengths.items()
-            if length and name != 'targets' and not (has_inputs and name == 'inputs')
+            if length and name != 'targets' and not (with_inputs and name == 'inputs')
         )
         if others:
-            why = f'rows have only targets, not {", ".join(others)}; write '
-            if has_inputs:
-                why = f'rows have inputs and targets, not {", ".join(others)}; write '
+            features = 'inputs and targets' if with_inputs else 'only targets'
             kept = {k: v for k, v in lengths.items() if k not in others}
-            raise refusal(key, dict(lengths), f'{why}{kept}')
+            why = f'rows have {features}, not {", ".join(others)}; write {kept}'
+            raise refusal(key, dict(lengths), why)
         check_counts(**{f'{key}[{name!r}]': n for name, n in lengths.items() if n is not None})
-        if has_inputs:
+        if with_inputs:
             return {name: lengths.get(name) for name in FEATURES}
         return lengths['targets']
 
 
-def _is_mixture_of_seqio(task: Any) -> bool:
-    return isinstance(task, Mixture) and isinstance(task.tasks[0], seqio_tasks.SeqioTask)
-
-
-def has_pairs(task: Task) -> bool:
-    """Whether the examples of a task have targets of their own, and so a longest one."""
-    return _has_inputs(task) is not None
-
-
-def _has_inputs(task: Any) -> bool | None:
-    """Whether the rows of a task have inputs; None if it is no task with inputs and targets."""
+def has_inputs(task: Any) -> bool | None:
+    """Whether the rows of a task have inputs; None if it is not a task of inputs and targets."""
     if isinstance(task, Mixture):
-        return _has_inputs(task.tasks[0])
+        return has_inputs(task.tasks[0])
     if isinstance(task, Subset):
-        return _has_inputs(task.task)
+        return has_inputs(task.task)
     return getattr(task, 'inputs', '') is not None if isinstance(task, PairTask) else None

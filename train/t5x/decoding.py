@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,11 +10,9 @@ import jax.numpy as jnp
 
 from train.decoding import (
     Decoded,
-    DecodingState,
-    Predictions,
+    DecodingState as DecodingState,
     Search,
     beam_search as search_beams,
-    predict,
 )
 from train.decoding.interface import NO_ROWS, TokensToLogits
 from train.decoding.sampling import SamplingState, sample
@@ -109,16 +107,12 @@ def beam_search(
     """Searches for the most likely sequences; see `train.decoding.beam_search`.
 
     Args:
-      inputs: as in `temperature_sample`.
-      cache: as in `temperature_sample`.
-      tokens_to_logits: as in `temperature_sample`.
+      inputs, cache, tokens_to_logits, cache_offset, initial_index: as in `temperature_sample`.
       eos_id: the token that ends a sequence.
       num_decodes: the number of beams per row.
       alpha: the exponent of the penalty for short sequences.
       max_decode_len: the number of tokens to decode, by default the length of `inputs`.
       decode_rng: is not used.
-      cache_offset: as in `temperature_sample`.
-      initial_index: as in `temperature_sample`.
 
     Returns:
       Tokens int32 [batch, num_decodes, length] and scores [batch, num_decodes], the best one last.
@@ -184,35 +178,3 @@ def as_search(decode_fn: Callable[..., Any], **decoder_params: Any) -> Search:
         return Decoded(*decode_fn(**given | decoder_params))
 
     return search
-
-
-def predict_batch(
-    objective: Any,
-    params: Any,
-    batch: Mapping[str, jax.Array],
-    rng: jax.Array | None,
-    *,
-    decode_fn: Callable[..., Any],
-    end_token: int,
-    decoder_params: Mapping[str, Any] | None,
-    return_all_decodes: bool,
-    num_decodes: int,
-    prompt_with_targets: bool = False,
-    variables: Mapping[str, Any] | None = None,
-) -> Predictions:
-    """Predicts a batch with a decoding function of T5X; see `train.decoding.predict`."""
-    return predict(
-        objective,
-        params,
-        batch,
-        rng,
-        decode_fn=as_search(decode_fn, **(decoder_params or {})),
-        num_decodes=num_decodes,
-        return_all_decodes=return_all_decodes,
-        prompt_with_targets=prompt_with_targets,
-        end_token=end_token,
-        variables=variables,
-    )
-
-
-__all__ = ['DecodingState', 'as_search', 'beam_search', 'predict_batch', 'temperature_sample']

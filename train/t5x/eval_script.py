@@ -15,8 +15,7 @@ from train.t5x.checkpoint_configs import RestoreCheckpointConfig
 from train.t5x.datasets import DatasetConfig
 from train.t5x.evaluations import decoded_evaluators
 from train.t5x.gin_utils import writers_with
-from train.t5x.refusals import check_off
-from train.t5x.restored_runs import check_standard_of_checkpoints, restored_run
+from train.t5x.restored_runs import restored_run
 from train.t5x.seqio import open_evaluator
 
 KEY = 'eval_script.evaluate'
@@ -60,18 +59,8 @@ def evaluate(
     Raises:
       ConfigError: if a setting cannot be honoured.
     """
-    why = 'an evaluation needs a complete checkpoint'
-    check_off(f'{KEY}.fallback_init_rng', fallback_init_rng, why)
-    check_standard_of_checkpoints(KEY, train_state_initializer_cls)
+    config, checkpoints = restored_run(KEY, locals())
     evaluator = open_evaluator(f'{KEY}.inference_evaluator_cls', inference_evaluator_cls)
-    config, checkpoints = restored_run(
-        KEY,
-        model=model,
-        dataset_cfg=dataset_cfg,
-        restore_checkpoint_cfg=restore_checkpoint_cfg,
-        partitioner=partitioner,
-        output_dir=output_dir,
-    )
     evaluators = {'eval': HeldOut(), **decoded_evaluators(model, dataset_cfg, evaluator, every=0)}
     writers = writers_with(f'{KEY}.summarize_config_fn', summarize_config_fn)
     config = dataclasses.replace(config, evaluators=evaluators, writers=writers)

@@ -8,21 +8,12 @@ from typing import Any
 from train.data import Mixture, Subset, Task
 from train.evaluators.decoded import DecodedText
 from train.evaluators.held_out import HeldOut
-from train.t5x.datasets import DatasetConfig, Reader
-from train.t5x.models import BaseTransformerModel, DecoderOnlyModel
+from train.t5x.datasets import DatasetConfig
+from train.t5x.models import BaseTransformerModel
 from train.t5x.seqio import Evaluator
 
 # The name of the evaluation of decoded text, and the folder of its files.
 DECODED = 'inference_eval'
-
-
-def reader_of(model: BaseTransformerModel) -> Reader:
-    """What the rows of T5X's model depend on."""
-    return Reader(
-        architecture='decoder_only' if isinstance(model, DecoderOnlyModel) else 'encoder_decoder',
-        vocabulary=model.output_vocabulary,
-        inputs_vocabulary=model.input_vocabulary,
-    )
 
 
 def held_out_evaluators(
@@ -41,20 +32,14 @@ def held_out_evaluators(
       training: the task that the run trains on.
       every: the number of steps between evaluations. 0 evaluates only at the end.
       num_batches: the number of batches of each task. None evaluates all.
-
-    Raises:
-      ConfigError: if the rows cannot be made as the settings say.
     """
-    task, name = config.evaluated_task(reader_of(model)), _name_of(config)
+    task = config.evaluated_task(model)
     parts = _parts(task)
+    found = {f'eval/{_name_of(config)}': task}
     if task == training:
         found = {'eval': task}
     elif len(parts) > 1:
-        found = {
-            f'eval/{part_name or number}': part for number, (part_name, part) in enumerate(parts)
-        }
-    else:
-        found = {f'eval/{name}': task}
+        found = {f'eval/{name or number}': part for number, (name, part) in enumerate(parts)}
     return {name: _held_out(task, config, every, num_batches) for name, task in found.items()}
 
 
@@ -79,20 +64,13 @@ def decoded_evaluators(
     *,
     every: int,
 ) -> dict[str, DecodedText]:
-    """The evaluator of decoded text, if any task has metrics.
+    """The evaluator of decoded text, if any task has metrics; see `held_out_evaluators`.
 
-    Args:
-      model: T5X's model, which predicts the targets.
-      config: the rows to predict. None evaluates nothing.
-      evaluator: its settings. None evaluates nothing.
-      every: the number of steps between evaluations. 0 evaluates only at the end.
-
-    Raises:
-      ConfigError: if the rows cannot be made as the settings say.
+    Without rows to predict or without settings of the evaluator, nothing is evaluated.
     """
     if config is None:
         return {}
-    task = config.evaluated_task(reader_of(model), pack=False)
+    task = config.evaluated_task(model, pack=False)
     scored = any(getattr(_inner(part), 'metrics', ()) for _, part in _parts(task))
     if evaluator is None or not scored:
         return {}
@@ -113,9 +91,7 @@ def tasks_of(
 ) -> dict[str, dict[str, str]]:
     """For each of T5X's modes, how the names of the scores of each task begin.
 
-    Args:
-      evaluators: the evaluators by name, from `held_out` and `decoded`.
-      config: the rows of the losses.
+    `config` has the rows of the losses.
     """
     losses = {name for name in evaluators if name != DECODED}
     found = {'TRAIN_EVAL': {name.removeprefix('eval/'): name for name in losses}}

@@ -16,47 +16,146 @@ import jax.numpy as jnp
 import optax
 
 from partitioning import BasePartitioner, PjitPartitioner, TrainState
-from train.checkpoints import find_checkpoint, open_restored
+from train.checkpoints import RestoreConfig, find_checkpoint, open_restored
 from train.errors import ConfigError, check_counts
 from train.exporting import export_program
 from train.paths import as_path
 from train.reporting.console import RunConsole
 from train.t5x.checkpoint_configs import RestoreCheckpointConfig
-from train.t5x.export_parts import (
-    PARTS,
-    ExportableModule,
-    create_batch_polymorphic_shapes,
-    create_inference_function,
-    create_postprocessor,
-    create_preprocessor,
-    create_preprocessor_from_task,
-    write_warmup_examples,
-)
 from train.t5x.models import BaseTransformerModel, DecoderOnlyModel
 from train.t5x.refusals import check_off, check_one_of, expect, expect_class, refusal
 from train.t5x.seqio import get_mixture_or_task
-
-__all__ = [
-    'ExportableModule',
-    'create_batch_polymorphic_shapes',
-    'create_inference_function',
-    'create_postprocessor',
-    'create_preprocessor',
-    'create_preprocessor_from_task',
-    'save',
-    'write_warmup_examples',
-]
 
 KEY = 'export_lib.save'
 ENCODER = ('encoder_input_tokens', 'decoder_input_tokens')
 DECODER = ('decoder_input_tokens', 'decoder_causal_attention')
 SCORED = ('decoder_target_tokens', 'decoder_loss_weights')
+DESCRIBED = ('model_name', 'signature_name', 'inference_mode')
 _SERVING = 'it is a part of TensorFlow Serving'
 OFF = {
     'create_decoding_state_callback_fn': 'the model decodes with its own decode_fn',
     'trailing_shapes': 'all features have one dimension',
     'warmup_examples': _SERVING,
     'validation_examples': _SERVING,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportableModule:
+    """T5X's module with the parameters.
+
+    Attributes:
+      jit_compile: must be True; a program is always compiled.
+      use_batch_function: must be False, like the settings of its batches.
+      num_batch_threads: has no effect without `use_batch_function`.
+      max_enqueued_batches: has no effect without `use_batch_function`.
+      batch_timeout_micros: has no effect without `use_batch_function`.
+      max_batch_size: must be None.
+      allowed_batch_sizes: must be None.
+      use_gpu: has no effect; the program runs on every platform.
+      enable_large_batch_splitting: has no effect without `use_batch_function`.
+    """
+
+    jit_compile: bool = True
+    use_batch_function: bool = False
+    num_batch_threads: int = 8
+    max_enqueued_batches: int = 64
+    batch_timeout_micros: int = 1_000_000
+    max_batch_size: int | None = None
+    allowed_batch_sizes: Sequence[int] | None = None
+    use_gpu: bool = False
+    enable_large_batch_splitting: bool = True
+
+    def __post_init__(self) -> None:
+        key = 'export_lib.ExportableModule'
+        why = 'a program is always compiled'
+        check_one_of(f'{key}.jit_compile', self.jit_compile, (True,), why)
+        why = 'requests are batched by what serves the program'
+        for name in ('use_batch_function', 'max_batch_size', 'allowed_batch_sizes'):
+            check_off(f'{key}.{name}', getattr(self, name), why)
+
+
+# The functions around the model, which TensorFlow Serving runs in T5X's exports. A program takes
+# and returns tokens, so each of these only checks its settings, and returns what takes its place.
+
+
+def create_preprocessor(
+    batch_size: int | None = None,
+    output_features: Mapping[str, Any] | None = None,
+    task_feature_lengths: Mapping[str, int] | None = None,
+    tokenized_inputs: bool = False,
+    *,
+    input_tensor_name: str = 'text_batch',
+    split_separator: str | None = None,
+    bucket_keys: Mapping[str, Sequence[int]] | None = None,
+) -> str:
+    """Stands for the step from texts to tokens, which may neither be split nor have many lengths.
+
+    `save` has its features and lengths.
+    """
+    key = 'export_lib.create_preprocessor'
+    why = 'the program takes tokens, and its caller makes them'
+    check_off(f'{key}.split_separator', split_separator, why)
+    check_off(f'{key}.bucket_keys', bucket_keys, 'the rows of a program have one length')
+    return 'texts are not an input; the description names the vocabularies'
+
+
+def create_preprocessor_from_task(
+    batch_size: int | None = None,
+    output_features: Mapping[str, Any] | None = None,
+    task_feature_lengths: Mapping[str, int] | None = None,
+    tokenized_inputs: bool = False,
+    *,
+    model: Any = None,
+    task_name: str = '',
+    serialized_examples: bool = True,
+    run_precache: bool = False,
+    input_tensor_name: str = 'inputs',
+) -> str:
+    """Stands for the preprocessors of a task, which T5X runs inside of the exported model."""
+    return 'serialized tf.Examples are not an input; the description names the vocabularies'
+
+
+def create_postprocessor(
+    vocab: Any = None,
+    inference_mode: str = 'predict',
+    decode_outputs: bool = True,
+    output_feature_names: Sequence[str] | None = None,
+) -> str:
+    """Stands for the step from tokens to texts. Outputs cannot be renamed."""
+    key = 'export_lib.create_postprocessor.output_feature_names'
+    check_off(key, output_feature_names, 'the outputs are tokens and scores')
+    return 'the outputs are tokens, not texts'
+
+
+def create_inference_function(output_len: int | None = None, **settings: Any) -> str:
+    """Stands for the choice of the model's method, which `inference_mode` determines."""
+    for name, value in {'output_len': output_len, **settings}.items():
+        key = f'export_lib.create_inference_function.{name}'
+        check_off(key, value, 'inference_mode determines the outputs')
+    return ''
+
+
+def create_batch_polymorphic_shapes(overrides: Any = None, **settings: Any) -> str:
+    """Stands for the shapes of inputs: without a `batch_size`, the number of rows is open."""
+    for name, value in {'overrides': overrides, **settings}.items():
+        key = f'export_lib.create_batch_polymorphic_shapes.{name}'
+        check_off(key, value, 'only the number of rows can be open')
+    return ''
+
+
+def write_warmup_examples(*args: Any, **settings: Any) -> str:
+    """Stands for the first requests of TensorFlow Serving, of which there are none."""
+    return ''
+
+
+# The settings of `save` that name such a function, and what they may name.
+PARTS: Mapping[str, tuple[Any, ...]] = {
+    'create_preprocessor_fn': (create_preprocessor, create_preprocessor_from_task),
+    'create_inference_function_fn': (create_inference_function,),
+    'create_postprocessor_fn': (create_postprocessor,),
+    'write_warmup_example_fn': (write_warmup_examples,),
+    'create_polymorphic_shapes_fn': (create_batch_polymorphic_shapes,),
 }
 
 
@@ -130,15 +229,10 @@ def save(
     Raises:
       ConfigError: if a setting cannot be honoured, or if there is no such checkpoint.
     """
-    settings = dict(locals())
-    notes = _check(settings)
-    console = RunConsole()
-    for note in notes:
+    settings, console = dict(locals()), RunConsole()
+    for note in _check(settings):
         console.say(note)
-    restore = restore_checkpoint_cfg.translated()
-    if restore is None:
-        raise ConfigError('utils.RestoreCheckpointConfig.path is empty: give a checkpoint')
-    lengths = _lengths(model, task_feature_lengths)
+    restore, lengths = _checkpoint(settings), _lengths(model, task_feature_lengths)
     folder, step = find_checkpoint(restore)
     with (
         console.phase('restoring the checkpoint'),
@@ -154,9 +248,7 @@ def save(
             output_dir,
             batch_size=batch_size,
             description={
-                'model_name': model_name,
-                'signature_name': signature_name,
-                'inference_mode': inference_mode,
+                **{name: settings[name] for name in DESCRIBED},
                 'checkpoint': str(checkpoints.path(step)),
                 'step': step,
                 'task_feature_lengths': dict(task_feature_lengths),
@@ -193,11 +285,6 @@ def _check(settings: Mapping[str, Any]) -> list[str]:
         why = 'one program runs on all platforms; write one folder'
         raise refusal(f'{KEY}.output_dir', settings['output_dir'], why)
     _check_vocabularies(model, settings['output_features'], settings['mixture_or_task_name'])
-    return _check_parts(settings)
-
-
-def _check_parts(settings: Mapping[str, Any]) -> list[str]:
-    """Checks the functions around the model, and returns what takes their place."""
     notes = []
     for name, allowed in PARTS.items():
         # gin wraps what its files set parameters of, so it is not always the same object.
@@ -222,6 +309,13 @@ def _check_vocabularies(
         if name in wanted and feature.vocabulary.identity != wanted[name].identity:
             why = f"the vocabulary of {name} is not the model's"
             raise refusal(f'{KEY}.output_features', sorted(features or {}), why)
+
+
+def _checkpoint(settings: Mapping[str, Any]) -> RestoreConfig:
+    restore = settings['restore_checkpoint_cfg'].translated()
+    if restore is None:
+        raise ConfigError('utils.RestoreCheckpointConfig.path is empty: give a checkpoint')
+    return restore
 
 
 def _lengths(model: BaseTransformerModel, lengths: Mapping[str, int]) -> dict[str, int]:
@@ -261,10 +355,10 @@ def _abstract_state(
 
 def _function(model: BaseTransformerModel, mode: str, variables: Any) -> Any:
     """The function of the program: (parameters, batch) -> outputs."""
-    if mode == 'score':
-        return lambda params, batch: {'scores': model.score_batch(params, batch)}
 
     def predict(params: Any, batch: Any) -> dict[str, jax.Array]:
+        if mode == 'score':
+            return {'scores': model.score_batch(params, batch)}
         tokens, aux = model.predict_batch_with_aux(params, batch, flax_mutables=variables)
         return {'tokens': tokens, 'scores': aux['scores']}
 

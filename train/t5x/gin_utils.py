@@ -82,12 +82,7 @@ class _Summary:
 def writers_with(key: str, function: Any) -> tuple[Callable[..., MetricWriter], ...]:
     """Returns the writers of a run, which also calls `summarize_config_fn`.
 
-    Args:
-      key: the setting that names the function.
-      function: a function of the folder of the run, a `SummaryWriter` and the step, or None.
-
-    Raises:
-      ConfigError: if it is not a function.
+    That is a function of the folder of the run, a `SummaryWriter` and the step, or None.
     """
     writers = (JsonWriter, TensorBoardWriter)
     if function is None:

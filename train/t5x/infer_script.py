@@ -24,16 +24,10 @@ from train.t5x.checkpoint_configs import RestoreCheckpointConfig
 from train.t5x.datasets import DatasetConfig
 from train.t5x.gin_utils import writers_with
 from train.t5x.refusals import check_off, check_one_of, expect, refusal
-from train.t5x.restored_runs import check_standard_of_checkpoints, restored_run
+from train.t5x.restored_runs import restored_run
 from train.t5x.seqio import Feature
 
 KEY = 'infer_script.infer'
-_OWN = 'lines are written as T5X does'
-OFF = {
-    'write_fn': _OWN,
-    'merge_fn': _OWN,
-    'fallback_init_rng': 'an inference needs a complete checkpoint',
-}
 
 
 def infer(
@@ -93,25 +87,16 @@ def infer(
     Raises:
       ConfigError: if a setting cannot be honoured, or if there is no checkpoint.
     """
-    given = locals()
-    for name, why in OFF.items():
-        check_off(f'{KEY}.{name}', given[name], why)
-    check_standard_of_checkpoints(KEY, train_state_initializer_cls, verify_matching_vocabs_fn)
+    settings = dict(locals())
+    for name in ('write_fn', 'merge_fn'):
+        check_off(f'{KEY}.{name}', settings[name], 'lines are written as T5X does')
     check_one_of(f'{KEY}.mode', mode, get_args(Mode), 'T5X has no other')
     why = 'predictions are text of the targets'
     check_one_of(f'{KEY}.output_vocab_feature_name', output_vocab_feature_name, ('targets',), why)
     expect(f'{KEY}.dataset_cfg', dataset_cfg, DatasetConfig, '@utils.DatasetConfig()')
     if dataset_cfg.split == 'infer':  # the name of the split of a task of TFRecord files
-        dataset_cfg = dataclasses.replace(dataset_cfg, split='validation')
-    config, checkpoints = restored_run(
-        KEY,
-        model=model,
-        dataset_cfg=dataset_cfg,
-        restore_checkpoint_cfg=restore_checkpoint_cfg,
-        partitioner=partitioner,
-        output_dir=output_dir,
-        pack=False,
-    )
+        settings['dataset_cfg'] = dataclasses.replace(dataset_cfg, split='validation')
+    config, checkpoints = restored_run(KEY, settings, pack=False)
     if len(checkpoints) != 1:
         why = 'the files of several checkpoints would have the same names; give one'
         raise refusal('utils.RestoreCheckpointConfig.path', restore_checkpoint_cfg.path, why)

@@ -1,23 +1,27 @@
-"""T5X's `models`: a network with its vocabularies, optimizer, loss and decoding."""
+"""T5X's `models` and `contrib.moe.models`: a network, vocabularies, optimizer, loss, decoding."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import optax
 
 from train.data import Mixture, Task, Tokenizer
-from train.decoding import Predictions
-from train.errors import ConfigError
+from train.data.rows.pair_tasks import Architecture
+from train.decoding import Predictions, predict
+from train.errors import ConfigError, check_number
+from train.models.experts import ExpertsConfig
 from train.objectives import EncoderDecoder, PrefixLanguageModel
 from train.optimizers import Optimizer
-from train.t5x.decoding import beam_search, predict_batch, temperature_sample
+from train.t5x.decoding import as_search, beam_search, temperature_sample
 from train.t5x.optimizers import OptimizerDef, check_optimizer, with_learning_rate
-from train.t5x.refusals import check_number, check_off, expect, refusal
+from train.t5x.refusals import check_off, expect, refusal
 
 # T5X's names of the divisors of a loss -> their names here.
 _DIVISORS: dict[str, Any] = {
@@ -45,6 +49,7 @@ class DecoderParams:
 class BaseTransformerModel:
     """What the models have in common. Their attributes are T5X's arguments."""
 
+    architecture: ClassVar[Architecture]
     module: nn.Module
     input_vocabulary: Tokenizer
     output_vocabulary: Tokenizer
@@ -56,7 +61,10 @@ class BaseTransformerModel:
     loss_normalizing_factor: float | str | None
 
     def __post_init__(self) -> None:
-        key = self._key
+        key, written = self._key, '@seqio.SentencePieceVocabulary()'
+        for name in ('input', 'output'):
+            vocabulary = self._vocabulary_name(name)
+            expect(f'{key}.{vocabulary}', getattr(self, vocabulary), Tokenizer, written)
         expect(f'{key}.module', self.module, nn.Module, '@network.Transformer()')
         check_optimizer(f'{key}.optimizer_def', self.optimizer_def)
         if not callable(self.decode_fn):
@@ -114,23 +122,47 @@ class BaseTransformerModel:
         tokens, aux = self.predict_batch_with_aux(params, batch, rng, flax_mutables=variables)
         return Predictions(tokens, aux['scores'])
 
-    def predict_batch_with_aux(self, *args: Any, **kwargs: Any) -> Predicted:
-        """Decodes the targets of each row."""
-        raise NotImplementedError
-
-    def _predict(
-        self, params: Any, batch: Any, rng: Any, decoder_params: Any, variables: Any, **options: Any
+    def predict_batch_with_aux(
+        self,
+        params: Any,
+        batch: Mapping[str, jax.Array],
+        rng: jax.Array | None = None,
+        decoder_params: Mapping[str, Any] | None = None,
+        return_all_decodes: bool | None = None,
+        num_decodes: int | None = None,
+        prompt_with_targets: bool = False,
+        flax_mutables: Mapping[str, Any] | None = None,
     ) -> Predicted:
-        found = predict_batch(
+        """Decodes the targets of each row.
+
+        Args:
+          params: the parameters.
+          batch: the arrays of the batch.
+          rng: the random key of sampling.
+          decoder_params: more arguments of `decode_fn`.
+          return_all_decodes: whether all decodes are returned, or only the best one.
+          num_decodes: the number of decodes per row, the beams of a beam search.
+          prompt_with_targets: whether the targets of the batch are forced and only continued.
+          flax_mutables: the other variables of the network.
+
+        Returns:
+          Tokens int32 [batch, length], or [batch, num_decodes, length] with the best one last; and
+          {'scores': float32 [batch] or [batch, num_decodes]}.
+        """
+        default = getattr(self, 'default_decoder_params', None) or DecoderParams()
+        if return_all_decodes is None:
+            return_all_decodes = default.return_all_decodes
+        found = predict(
             self.objective(),
             params,
             batch,
             rng,
-            decode_fn=self.decode_fn,
+            decode_fn=as_search(self.decode_fn, **(decoder_params or {})),
+            num_decodes=default.num_decodes if num_decodes is None else num_decodes,
+            return_all_decodes=return_all_decodes,
+            prompt_with_targets=prompt_with_targets,
             end_token=self.output_vocabulary.separator,
-            decoder_params=decoder_params,
-            variables=variables,
-            **options,
+            variables=flax_mutables,
         )
         return found.tokens, {'scores': found.scores}
 
@@ -160,6 +192,16 @@ class BaseTransformerModel:
         return f'{name}_vocabulary'
 
 
+def _own_method(owner: str) -> Any:
+    """A copy of `predict_batch_with_aux`, because gin files set the arguments of a class's own."""
+    method = BaseTransformerModel.predict_batch_with_aux
+    parts = method.__code__, method.__globals__, method.__name__, method.__defaults__
+    copied: Any = functools.update_wrapper(types.FunctionType(*parts), method)
+    copied.__qualname__ = f'{owner}.{method.__name__}'
+    del copied.__wrapped__
+    return copied
+
+
 # The arguments can be given by position, in T5X's order.
 @dataclasses.dataclass(frozen=True)
 class EncoderDecoderModel(BaseTransformerModel):
@@ -180,6 +222,7 @@ class EncoderDecoderModel(BaseTransformerModel):
       default_decoder_params: the defaults of `predict_batch_with_aux`.
     """
 
+    architecture = 'encoder_decoder'
     module: nn.Module
     input_vocabulary: Tokenizer
     output_vocabulary: Tokenizer
@@ -191,12 +234,6 @@ class EncoderDecoderModel(BaseTransformerModel):
     loss_normalizing_factor: float | str | None = None
     default_decoder_params: DecoderParams | None = None
 
-    def __post_init__(self) -> None:
-        written = '@seqio.SentencePieceVocabulary()'
-        for name in ('input_vocabulary', 'output_vocabulary'):
-            expect(f'{self._key}.{name}', getattr(self, name), Tokenizer, written)
-        super().__post_init__()
-
     def objective(self) -> EncoderDecoder:
         return EncoderDecoder(
             model=self.module,
@@ -205,46 +242,7 @@ class EncoderDecoderModel(BaseTransformerModel):
             loss_divisor=self._divisor,
         )
 
-    def predict_batch_with_aux(
-        self,
-        params: Any,
-        batch: Mapping[str, jax.Array],
-        rng: jax.Array | None = None,
-        decoder_params: Mapping[str, Any] | None = None,
-        return_all_decodes: bool | None = None,
-        num_decodes: int | None = None,
-        prompt_with_targets: bool = False,
-        flax_mutables: Mapping[str, Any] | None = None,
-    ) -> Predicted:
-        """Decodes the targets of each row.
-
-        Args:
-          params: the parameters.
-          batch: the arrays of the batch.
-          rng: the random key of sampling.
-          decoder_params: more arguments of `decode_fn`.
-          return_all_decodes: whether all decodes are returned, or only the best one.
-          num_decodes: the number of decodes per row, the beams of a beam search.
-          prompt_with_targets: whether the targets of the batch are forced and only continued.
-          flax_mutables: the other variables of the network.
-
-        Returns:
-          Tokens int32 [batch, length], or [batch, num_decodes, length] with the best one last; and
-          {'scores': float32 [batch] or [batch, num_decodes]}.
-        """
-        default = self.default_decoder_params or DecoderParams()
-        if return_all_decodes is None:
-            return_all_decodes = default.return_all_decodes
-        return self._predict(
-            params,
-            batch,
-            rng,
-            decoder_params,
-            flax_mutables,
-            return_all_decodes=return_all_decodes,
-            num_decodes=default.num_decodes if num_decodes is None else num_decodes,
-            prompt_with_targets=prompt_with_targets,
-        )
+    predict_batch_with_aux = _own_method('EncoderDecoderModel')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,6 +257,7 @@ class DecoderOnlyModel(BaseTransformerModel):
     `EncoderDecoderModel` describes the other attributes.
     """
 
+    architecture = 'decoder_only'
     module: nn.Module
     vocabulary: Tokenizer
     optimizer_def: OptimizerDef
@@ -268,11 +267,6 @@ class DecoderOnlyModel(BaseTransformerModel):
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     loss_normalizing_factor: float | str | None = None
-
-    def __post_init__(self) -> None:
-        written = '@seqio.SentencePieceVocabulary()'
-        expect(f'{self._key}.vocabulary', self.vocabulary, Tokenizer, written)
-        super().__post_init__()
 
     @property
     def input_vocabulary(self) -> Tokenizer:  # type: ignore[override]
@@ -294,27 +288,56 @@ class DecoderOnlyModel(BaseTransformerModel):
             bidirectional_prefix=self.inputs_bidirectional_attention,
         )
 
-    def predict_batch_with_aux(
-        self,
-        params: Any,
-        batch: Mapping[str, jax.Array],
-        rng: jax.Array | None = None,
-        *,
-        return_all_decodes: bool = False,
-        num_decodes: int = 1,
-        decoder_params: Mapping[str, Any] | None = None,
-        flax_mutables: Mapping[str, Any] | None = None,
-    ) -> Predicted:
-        """Decodes the targets of each row; see `EncoderDecoderModel.predict_batch_with_aux`."""
-        return self._predict(
-            params,
-            batch,
-            rng,
-            decoder_params,
-            flax_mutables,
-            return_all_decodes=return_all_decodes,
-            num_decodes=num_decodes,
-        )
+    predict_batch_with_aux = _own_method('DecoderOnlyModel')
+
+
+@dataclasses.dataclass(frozen=True)
+class _WithExperts(BaseTransformerModel):
+    """The factors of the losses of experts, which replace the factors in the network's settings."""
+
+    aux_loss_factor: float = 0.0
+    router_z_loss_factor: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        factors: dict[str, Any] = {
+            'auxiliary_loss_factor': self.aux_loss_factor,
+            'router_z_loss_factor': self.router_z_loss_factor,
+        }
+        check_number(f'{self._key}.aux_loss_factor', self.aux_loss_factor, '[0, inf)')
+        check_number(f'{self._key}.router_z_loss_factor', self.router_z_loss_factor, '[0, inf)')
+        config: Any = getattr(self.module, 'config', None)
+        if not isinstance(experts := getattr(config, 'experts', None), ExpertsConfig):
+            raise ConfigError(
+                f'{self._key}.module has no experts: write experts = @experts.ExpertsConfig() '
+                'among its settings, after `from train.models import experts`'
+            )
+        config = dataclasses.replace(config, experts=dataclasses.replace(experts, **factors))
+        object.__setattr__(self, 'module', self.module.clone(config=config))
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeEncoderDecoderModel(_WithExperts, EncoderDecoderModel):
+    """An encoder-decoder with experts.
+
+    Attributes:
+      aux_loss_factor: the coefficient of the load-balance loss. It replaces the
+        coefficient in the network's `ExpertsConfig`.
+      router_z_loss_factor: the coefficient of the router's z-loss. It also replaces the coefficient
+        in `ExpertsConfig`.
+
+    `models.EncoderDecoderModel` describes the other attributes.
+    """
+
+    default_decoder_params: Any = dataclasses.field(default=None, init=False, repr=False)
+    predict_batch_with_aux = _own_method('MoeEncoderDecoderModel')
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeDecoderOnlyModel(_WithExperts, DecoderOnlyModel):
+    """A decoder with experts. `MoeEncoderDecoderModel` describes its own attributes."""
+
+    predict_batch_with_aux = _own_method('MoeDecoderOnlyModel')
 
 
 def get_input_vocabulary(model: BaseTransformerModel) -> Tokenizer:

@@ -12,6 +12,7 @@ from gin import config as gin_internals
 
 from train.gin import places
 from train.gin.aliases import Aliases
+from train.gin.configurables import BY_MODULE
 from train.gin.parsing import Statement
 from train.gin.selectors import is_import
 
@@ -22,9 +23,9 @@ MODULES = {
     't5x.checkpoints': 'train.t5x.checkpoints',
     't5x.contrib.moe.adafactor_utils': 'train.t5x.adafactor',
     't5x.contrib.moe.checkpoints': 'train.t5x.checkpoints',
-    't5x.contrib.moe.models': 'train.t5x.moe_models',
+    't5x.contrib.moe.models': 'train.t5x.models',
     't5x.contrib.moe.partitioning': 'partitioning.partitioner.moe',
-    't5x.contrib.moe.trainer': 'train.t5x.moe_trainer',
+    't5x.contrib.moe.trainer': 'train.t5x.trainer',
     't5x.decoding': 'train.t5x.decoding',
     't5x.eval': 'train.t5x.eval_script',
     't5x.examples.decoder_only.network': 'train.t5x.network',
@@ -46,19 +47,12 @@ NAMES = {
     't5x.contrib.gpu.t5.network.Transformer': 'train.t5x.network.GpuTransformer',
     't5x.examples.scalable_t5.network.T5Config': 'train.t5x.network.ScalableT5Config',
     't5x.examples.scalable_t5.network.Transformer': 'train.t5x.network.ScalableTransformer',
-    't5x.utils.CheckpointConfig': 'train.t5x.checkpoint_configs.CheckpointConfig',
-    't5x.utils.DatasetConfig': 'train.t5x.datasets.DatasetConfig',
-    't5x.utils.RestoreCheckpointConfig': 'train.t5x.checkpoint_configs.RestoreCheckpointConfig',
-    't5x.utils.SaveCheckpointConfig': 'train.t5x.checkpoint_configs.SaveCheckpointConfig',
-    't5x.utils.TrainStateInitializer': 'train.t5x.run_functions.TrainStateInitializer',
-    't5x.utils.create_learning_rate_scheduler': (
-        'train.t5x.schedules.create_learning_rate_scheduler'
-    ),
-    't5x.utils.get_dataset': 'train.t5x.run_functions.get_dataset',
-    't5x.utils.get_training_eval_datasets': 'train.t5x.run_functions.get_training_eval_datasets',
-    't5x.utils.prepare_train_iter': 'train.t5x.run_functions.prepare_train_iter',
-    't5x.utils.verify_matching_vocabs': 'train.t5x.run_functions.verify_matching_vocabs',
 }
+# The names of `t5x.utils` are those of four modules here.
+UTILS = ('checkpoint_configs', 'datasets', 'run_functions', 'schedules')
+for _home in (f'train.t5x.{module}' for module in UTILS):
+    NAMES |= {f't5x.utils.{name}': f'{_home}.{name}' for name in BY_MODULE[_home]}
+
 SUBMESH = 'model_parallel_submesh'
 PARTITIONING = ('t5x.partitioning', 't5x.contrib.moe.partitioning')
 # `__main__` is the script that T5X runs, so the name decides which of them a file means.

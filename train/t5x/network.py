@@ -47,8 +47,7 @@ class Transformer(t5.T5):
     """
 
     def __post_init__(self) -> None:
-        key, written = 'network.Transformer.config', '@network.T5Config()'
-        expect(key, self.config, t5.T5Config, written)
+        expect('network.Transformer.config', self.config, t5.T5Config, '@network.T5Config()')
         super().__post_init__()
 
 

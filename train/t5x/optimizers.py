@@ -74,10 +74,11 @@ class MultiOptimizer:
         self, learning_rate: optax.Schedule | float, logical_axes: LogicalAxes
     ) -> optax.GradientTransformation:
         """The optax transformation, given the names of the dimensions of each parameter."""
-        parts = {
-            str(i): _build(part, learning_rate, logical_axes)
-            for i, (_, part) in enumerate(self.traversals_and_optimizers)
-        }
+        parts: dict[str, optax.GradientTransformation] = {}
+        for i, (_, part) in enumerate(self.traversals_and_optimizers):
+            optimizer = with_learning_rate(part, learning_rate)
+            is_built = not isinstance(optimizer, Optimizer)
+            parts[str(i)] = optimizer if is_built else optimizer.build(logical_axes)
         return optax.multi_transform({**parts, 'none': optax.set_to_zero()}, self._labels)
 
     def _labels(self, params: Any) -> Any:
@@ -130,10 +131,3 @@ def with_learning_rate(
     if isinstance(optimizer_def, Adafactor | MultiOptimizer):
         return optimizer_def.optimizer(learning_rate)
     return optimizer_def
-
-
-def _build(
-    part: OptimizerDef, learning_rate: optax.Schedule | float, logical_axes: LogicalAxes
-) -> optax.GradientTransformation:
-    optimizer = with_learning_rate(part, learning_rate)
-    return optimizer.build(logical_axes) if isinstance(optimizer, Optimizer) else optimizer

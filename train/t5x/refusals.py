@@ -1,4 +1,8 @@
-"""Checks that refuse settings of T5X that have no equivalent here."""
+"""Checks that refuse settings of T5X that have no equivalent here.
+
+Each takes the setting as a gin file writes it, such as `utils.DatasetConfig.module`, with its
+value, and raises a ConfigError that says what to write instead.
+"""
 
 from __future__ import annotations
 
@@ -9,88 +13,31 @@ from train.errors import ConfigError
 
 
 def check_off(key: str, value: Any, why: str) -> None:
-    """Checks that a setting is off: None, False, zero or empty.
-
-    Args:
-      key: the setting as written in a gin file, such as `utils.DatasetConfig.module`.
-      value: its value.
-      why: the reason why it cannot be honoured.
-
-    Raises:
-      ConfigError: if the setting is on.
-    """
+    """Checks that a setting, which cannot be honoured, is off: None, False, zero or empty."""
     if value is not None and value is not False and value not in (0, (), [], {}):
         raise refusal(key, value, f'{why}; leave it out')
 
 
 def check_one_of(key: str, value: Any, allowed: Sequence[Any], why: str) -> None:
-    """Checks that a setting has one of the supported values.
-
-    Args:
-      key: the setting.
-      value: its value.
-      allowed: the supported values. The message recommends the first one.
-      why: the reason why other values cannot be honoured.
-
-    Raises:
-      ConfigError: if the setting has another value.
-    """
+    """Checks that a setting has one of the values, of which the message recommends the first."""
     if not any(type(value) is type(one) and value == one for one in allowed):
         raise refusal(key, value, f'{why}; write {key} = {allowed[0]!r}')
 
 
-def check_number(key: str, value: Any, allowed: str) -> None:
-    """Checks that a setting is a number in an interval.
-
-    Args:
-      key: the setting.
-      value: its value.
-      allowed: the interval in the usual notation, such as `[0, 1)` or `(0, inf)`. With
-        `(0, 1] or None`, None is allowed too.
-
-    Raises:
-      ConfigError: if the value is not a number or lies outside the interval.
-    """
-    interval, _, or_none = allowed.partition(' or ')
-    if value is None and or_none:
-        return
-    least, most = (float(end) for end in interval[1:-1].split(','))
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise refusal(key, value, f'it must be a number in {allowed}')
-    above = value >= least if interval[0] == '[' else value > least
-    below = value <= most if interval[-1] == ']' else value < most
-    if not (above and below):
-        raise refusal(key, value, f'it must be a number in {allowed}')
+def check_bools(key: str, **values: Any) -> None:
+    """Checks that settings of the class or function `key` are True or False."""
+    for name, value in values.items():
+        check_one_of(f'{key}.{name}', value, (True, False), 'it must be True or False')
 
 
 def expect(key: str, value: Any, kind: type, written: str) -> None:
-    """Checks that a setting is an instance of a class.
-
-    Args:
-      key: the setting.
-      value: its value.
-      kind: the class.
-      written: how a gin file writes such an instance, for the message.
-
-    Raises:
-      ConfigError: if it is not, for example if it is the class itself.
-    """
+    """Checks that a setting is an instance of a class, which a gin file writes as `written`."""
     if not isinstance(value, kind):
         raise refusal(key, value, f'write {written}, with the parentheses')
 
 
 def expect_class(key: str, value: Any, kind: type, written: str) -> None:
-    """Checks that a setting is a class.
-
-    Args:
-      key: the setting.
-      value: its value.
-      kind: the class, which may be subclassed.
-      written: how a gin file names the class, for the message.
-
-    Raises:
-      ConfigError: if it is not.
-    """
+    """Checks that a setting is a class or a subclass of it, which a gin file names `written`."""
     if not isinstance(value, type) or not issubclass(value, kind):
         raise refusal(key, value, f'write {written}, without parentheses')
 

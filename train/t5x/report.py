@@ -7,9 +7,7 @@ says the same as the code.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
-import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -52,9 +50,7 @@ class Row:
 def report_rows(statements: Sequence[Statement], allow: Sequence[str] = ()) -> list[Row]:
     """Returns a row for each setting that no later statement overrides, in the order of the files.
 
-    Args:
-      statements: the statements of all files and flags.
-      allow: additional packages that the user allows.
+    `allow` has the additional packages that the user allows.
     """
     resolver = Resolver(statements, allow, ALIASES)
     macros = {s.macro: s.parsed.value for s in statements if s.macro}
@@ -88,12 +84,7 @@ def _row(statement: Statement, resolver: Resolver, macros: Mapping[str, Any]) ->
 
 
 def describe(configurable: Any, parameter: str) -> tuple[str, str]:
-    """What a parameter means here, and the status of its row.
-
-    Args:
-      configurable: gin's record of what has the parameter.
-      parameter: the parameter.
-    """
+    """What a parameter means here, and the status of its row, given gin's record of what has it."""
     if why := is_gone(configurable, parameter, ALIASES):
         return f'no effect: T5X no longer has it, and {why}', 'no effect'
     if parameter not in inspect.signature(configurable.wrapped).parameters:
@@ -113,16 +104,13 @@ def find_description(function: Any, parameter: str) -> str | None:
         names = re.compile(rf'\s+(\w+, )*\*?{parameter}(, \w+)*( \([^)]*\))?: (.*)')
         for number, line in enumerate(lines):
             if found := names.fullmatch(line):
-                deeper = ' ' * (len(line) - len(line.lstrip()) + 1)
-                rest = itertools.takewhile(
-                    functools.partial(_begins_with, deeper), lines[number + 1 :]
-                )
-                return ' '.join([found.groups()[-1], *(other.strip() for other in rest)])
+                text, deeper = found.groups()[-1], ' ' * (len(line) - len(line.lstrip()) + 1)
+                for other in lines[number + 1 :]:
+                    if not other.startswith(deeper):
+                        break
+                    text = f'{text} {other.strip()}'
+                return text
     return None
-
-
-def _begins_with(start: str, line: str) -> bool:
-    return line.startswith(start)
 
 
 def _format(value: Any, macros: Mapping[str, Any]) -> str:
@@ -152,13 +140,13 @@ def describe_imports(statements: Sequence[Statement]) -> Iterator[str]:
 def print_report(rows: Sequence[Row], notes: Sequence[str], console: Console) -> None:
     """Prints the table: settings with an equivalent, with no effect, and with no equivalent.
 
-    Args:
-      rows: the settings.
-      notes: lines to print below the table.
-      console: where to print. Without a terminal, the table is plain text.
+    The notes are lines below the table. Without a terminal, the table is plain text.
     """
-    for name, group in itertools.groupby(_grouped(rows), key=lambda row: row.configurable):
-        _print_group(name, list(group), console)
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.configurable, []).append(row)
+    for name, group in groups.items():
+        _print_group(name, group, console)
     counts = {status: sum(row.status == status for row in rows) for status in STYLES}
     console.print(
         f'{len(rows)} settings: {counts["equivalent"]} have an equivalent, '
@@ -166,12 +154,6 @@ def print_report(rows: Sequence[Row], notes: Sequence[str], console: Console) ->
     )
     for note in notes:
         console.print(Text(note, 'red' if note.startswith('error') else ''), soft_wrap=True)
-
-
-def _grouped(rows: Sequence[Row]) -> list[Row]:
-    """The rows, ordered so that rows of the same configurable are neighbours."""
-    order = list(dict.fromkeys(row.configurable for row in rows))
-    return sorted(rows, key=lambda row: order.index(row.configurable))
 
 
 def _print_group(name: str, rows: Sequence[Row], console: Console) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from train.t5x.evaluations import reader_of
 from train.t5x.refusals import refusal
 
 
@@ -36,16 +35,8 @@ def prepare_train_iter(*args: Any, **kwargs: Any) -> None:
 
 
 def verify_matching_vocabs(cfg: Any, model: Any) -> None:
-    """Checks that a task has the vocabulary of the model.
-
-    Args:
-      cfg: the `DatasetConfig` of the task.
-      model: the model.
-
-    Raises:
-      ConfigError: if the vocabularies differ.
-    """
-    model.check_vocabulary(cfg.evaluated_task(reader_of(model)))
+    """Checks that the task of a `DatasetConfig` has the vocabulary of the model."""
+    model.check_vocabulary(cfg.evaluated_task(model))
 
 
 # The settings of `train_script.train` that may name them, with the reason.
@@ -62,17 +53,9 @@ STANDARD: Mapping[str, tuple[Any, str]] = {
 
 
 def check_standard(key: str, settings: Mapping[str, Any]) -> None:
-    """Checks that settings name T5X's own functions, or None.
-
-    Args:
-      key: the configurable, such as `train_script.train`.
-      settings: its settings by name.
-
-    Raises:
-      ConfigError: if a setting names another function or class.
-    """
+    """Checks that the settings of `key` name T5X's own functions, or None."""
     for name, (standard, why) in STANDARD.items():
-        value = settings[name]
+        value = settings.get(name)
         # gin wraps what its files set parameters of, so it is not always the same object.
         if value is not None and getattr(value, '__name__', '') != standard.__name__:
             written = f'use @utils.{standard.__name__} or leave it out'

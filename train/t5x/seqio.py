@@ -23,11 +23,11 @@ import gin
 
 from partitioning.rules import nearest
 from train.data import ByT5Tokenizer, SentencePieceTokenizer, Task, TokenIds, Tokenizer
-from train.errors import ConfigError, check_counts
+from train.errors import ConfigError, check_counts, check_fields
 from train.gin.places import is_allowed
 from train.paths import as_path
 from train.t5x import seqio_tasks
-from train.t5x.refusals import check_off, check_one_of, expect, expect_class, refusal
+from train.t5x.refusals import check_bools, check_off, check_one_of, expect, expect_class, refusal
 from train.t5x.seqio_tasks import Reading
 
 _registered: dict[str, Task] = {}
@@ -94,7 +94,12 @@ def get_mixture_or_task(
     known = _registered | dict(tasks or {})
     if isinstance(name, str) and name not in known:
         if module is not None and is_allowed(module):
-            _import(module)
+            try:
+                importlib.import_module(module)
+            except ImportError as error:
+                raise ConfigError(
+                    f'utils.DatasetConfig.module: cannot import {module!r}: {error}'
+                ) from error
             known |= _registered
         if name not in known and (found := seqio_tasks.find_task(name, reading)) is not None:
             return found
@@ -109,15 +114,6 @@ def get_mixture_or_task(
             '@SpanCorruption() or @CausalLM(), with the parentheses'
         )
     return known[name]
-
-
-def _import(module: str) -> None:
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f'utils.DatasetConfig.module: cannot import {module!r}: {error}'
-        ) from error
 
 
 def SentencePieceVocabulary(  # seqio's name
@@ -189,7 +185,7 @@ class Feature:
     def __post_init__(self) -> None:
         key = 'seqio.Feature'
         expect(f'{key}.vocabulary', self.vocabulary, Tokenizer, '@seqio.SentencePieceVocabulary()')
-        check_one_of(f'{key}.add_eos', self.add_eos, (True, False), 'it must be True or False')
+        check_bools(key, add_eos=self.add_eos)
         check_one_of(f'{key}.required', self.required, (True,), 'every example has all features')
         check_one_of(f'{key}.dtype', str(self.dtype), ('int32',), 'features are tokens')
         check_one_of(f'{key}.rank', self.rank, (1,), 'features are lists of tokens')
@@ -215,9 +211,7 @@ class JSONLogger:
     write_n_results: int | None = None
 
     def __post_init__(self) -> None:
-        if self.write_n_results is not None:
-            key = 'seqio.JSONLogger.write_n_results'
-            check_counts(minimum=0, **{key: self.write_n_results})
+        check_fields(self, 'seqio.JSONLogger.', write_n_results='[0, inf)')
 
 
 LOGGERS = (PyLoggingLogger, TensorBoardLogger, JSONLogger)
@@ -243,8 +237,7 @@ class Evaluator:
             if not isinstance(logger, type) or not issubclass(logger, LOGGERS):
                 names = ', '.join(f'@seqio.{one.__name__}' for one in LOGGERS)
                 raise refusal(f'{key}.logger_cls', logger, f'use {names}')
-        if self.num_examples is not None:
-            check_counts(**{f'{key}.num_examples': self.num_examples})
+        check_fields(self, f'{key}.')
 
     @property
     def write_n_results(self) -> int | None:
@@ -255,10 +248,6 @@ class Evaluator:
 
 def open_evaluator(key: str, evaluator_cls: Any) -> Evaluator | None:
     """The evaluator of decoded text with the settings of gin files, or None.
-
-    Args:
-      key: the setting that names the class.
-      evaluator_cls: the class `Evaluator`, or None.
 
     Raises:
       ConfigError: if it is another class, or if a setting of it cannot be honoured.

@@ -69,10 +69,7 @@ def transform(
 ) -> dict[str, StoredArray]:
     """Applies functions that rename the arrays of a checkpoint, in their order.
 
-    Args:
-      functions: take the trees of the checkpoint and of the run.
-      stored: the arrays of the checkpoint, by name.
-      wanted: the arrays of the run, by name.
+    They take the trees of the checkpoint and of the run, which are given as arrays by name.
 
     Raises:
       ConfigError: if a function fails, or returns anything but arrays of the checkpoint.

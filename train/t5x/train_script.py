@@ -1,4 +1,4 @@
-"""T5X's `train`, translated to `train.running.training`.
+"""T5X's `train` and `precompile`, translated to `train.running` and `train.planning.precompiling`.
 
 For an example, see configs/t5x/pretrain.gin.
 """
@@ -24,13 +24,12 @@ from train.t5x.evaluations import (
     DECODED,
     decoded_evaluators,
     held_out_evaluators,
-    reader_of,
     tasks_of,
 )
 from train.t5x.gin_utils import writers_with
 from train.t5x.models import BaseTransformerModel
-from train.t5x.precompile_script import precompile as precompile
-from train.t5x.refusals import check_one_of, expect, expect_class, refusal
+from train.t5x.optimizers import with_learning_rate
+from train.t5x.refusals import check_bools, check_off, check_one_of, expect, expect_class, refusal
 from train.t5x.run_functions import (
     TrainStateInitializer,
     check_standard,
@@ -42,19 +41,7 @@ from train.t5x.run_functions import (
 from train.t5x.trainer import Trainer, translate_actions
 
 KEY = 'train_script.train'
-_ARRAYS = 'arrays are jax.Arrays and Orbax saves them'
-# Settings that must be on, with the reason.
-ON = {'use_orbax': _ARRAYS}
-
-OBJECTS = (
-    ('model', BaseTransformerModel, '@models.EncoderDecoderModel()'),
-    ('checkpoint_cfg', CheckpointConfig, '@utils.CheckpointConfig()'),
-    ('train_dataset_cfg', DatasetConfig, '@utils.DatasetConfig()'),
-    ('train_eval_dataset_cfg', DatasetConfig, '@utils.DatasetConfig()'),
-    ('infer_eval_dataset_cfg', DatasetConfig, '@utils.DatasetConfig()'),
-)
 DATASETS = ('train_dataset_cfg', 'train_eval_dataset_cfg', 'infer_eval_dataset_cfg')
-MAY_BE_NONE = ('train_eval_dataset_cfg', 'infer_eval_dataset_cfg')
 
 
 def train(
@@ -153,10 +140,14 @@ def translate(settings: Mapping[str, Any]) -> TrainConfig:
     model, trainer = settings['model'], settings['trainer_cls']()  # gin provides its arguments
     training = settings['train_dataset_cfg']
     with raise_on_all_processes():
-        task = training.training_task(reader_of(model))
+        task = training.training_task(model)
         length = training.lengths(task)
         evaluators = _evaluators(settings, task)
-    _verify_vocabularies(settings)
+    if (verify := settings['verify_matching_vocabs_fn']) is not None:
+        with raise_on_all_processes():
+            for name in DATASETS:
+                if settings[name] is not None:
+                    verify(settings[name], model)
     checkpoints, restore = settings['checkpoint_cfg'].translated()
     periods = [period for period in (settings['eval_period'], checkpoints.period) if period]
     relative, total_steps = settings['relative_steps'], settings['total_steps']
@@ -192,33 +183,24 @@ def translate(settings: Mapping[str, Any]) -> TrainConfig:
     )
 
 
-def _verify_vocabularies(settings: Mapping[str, Any]) -> None:
-    """Calls the function that compares the vocabularies of tasks and model."""
-    verify = settings['verify_matching_vocabs_fn']
-    with raise_on_all_processes():
-        for name in DATASETS:
-            if verify is not None and settings[name] is not None:
-                verify(settings[name], settings['model'])
-
-
 def _check(settings: Mapping[str, Any]) -> None:
-    """Checks that every setting can be honoured.
-
-    Raises:
-      ConfigError: if a setting cannot be honoured.
-    """
+    """Checks that every setting can be honoured."""
     check_standard(KEY, settings)
-    for name, why in ON.items():
-        check_one_of(f'{KEY}.{name}', settings[name], (True,), why)
-    for name in ('concurrent_metrics', 'run_eval_before_training', 'use_hardware_rng'):
-        check_one_of(f'{KEY}.{name}', settings[name], (True, False), 'it must be True or False')
+    why = 'arrays are jax.Arrays and Orbax saves them'
+    check_one_of(f'{KEY}.use_orbax', settings['use_orbax'], (True,), why)
+    bools = ('concurrent_metrics', 'run_eval_before_training', 'use_hardware_rng')
+    check_bools(KEY, **{name: settings[name] for name in bools})
     verify = settings['verify_matching_vocabs_fn']
     if verify is not None and not callable(verify):
         raise refusal(f'{KEY}.verify_matching_vocabs_fn', verify, 'it must be a function or None')
     expect_class(f'{KEY}.trainer_cls', settings['trainer_cls'], Trainer, '@trainer.Trainer')
-    for name, kind, written in OBJECTS:
-        if settings[name] is not None or name not in MAY_BE_NONE:
-            expect(f'{KEY}.{name}', settings[name], kind, written)
+    written = '@models.EncoderDecoderModel()'
+    expect(f'{KEY}.model', settings['model'], BaseTransformerModel, written)
+    written = '@utils.CheckpointConfig()'
+    expect(f'{KEY}.checkpoint_cfg', settings['checkpoint_cfg'], CheckpointConfig, written)
+    for name in DATASETS:
+        if settings[name] is not None or name == 'train_dataset_cfg':
+            expect(f'{KEY}.{name}', settings[name], DatasetConfig, '@utils.DatasetConfig()')
     for name in ('eval_period', 'gc_period'):
         check_counts(minimum=0, **{f'{KEY}.{name}': settings[name]})
     if settings['relative_steps'] is None:
@@ -253,3 +235,65 @@ def _report_differences(settings: Mapping[str, Any], decodes: bool) -> None:
             'trainer.Trainer.learning_rate_fn is not used: the optax transformation of the model '
             'has its own learning rate, as in T5X'
         )
+
+
+# T5X compiles its step with this constant. It does not change the layout or the memory.
+PRECOMPILED_RATE = 1e-3
+
+
+def precompile(
+    *,
+    model: Any,
+    train_dataset_cfg: DatasetConfig,
+    partitioner: BasePartitioner,
+    model_dir: str,
+    random_seed: int | None = None,
+    get_dataset_fn: Any = None,
+) -> dict[str, Any]:
+    """Compiles the train step, and writes its programs and its memory. Nothing is trained.
+
+    Args:
+      model: network, vocabulary, optimizer and loss.
+      train_dataset_cfg: the rows, whose shapes count.
+      partitioner: lays out data, state and step over the mesh.
+      model_dir: the folder of the files; see `train.planning.precompiling.precompile`.
+      random_seed: the seed of the random numbers in the step. None means 42, as in T5X.
+      get_dataset_fn: must be off.
+
+    Returns:
+      The sizes in memory, in bytes per device.
+
+    Raises:
+      ConfigError: if a setting cannot be honoured.
+    """
+    from train.planning.precompiling import precompile as precompile_here  # runs do not forecast
+
+    check_off(
+        'train_script.precompile.get_dataset_fn',
+        get_dataset_fn,
+        'tasks of train.data make the rows',
+    )
+    expect(
+        'train_script.precompile.train_dataset_cfg',
+        train_dataset_cfg,
+        DatasetConfig,
+        '@utils.DatasetConfig()',
+    )
+    task = train_dataset_cfg.training_task(model)
+    model.check_vocabulary(task)
+    return precompile_here(
+        TrainConfig(
+            model_dir=model_dir,
+            objective=model.objective(),
+            partitioner=partitioner,
+            optimizer=with_learning_rate(
+                model.optimizer_def, optax.constant_schedule(PRECOMPILED_RATE)
+            ),
+            task=task,
+            total_steps=1,
+            batch_size=train_dataset_cfg.batch_size,
+            sequence_length=train_dataset_cfg.lengths(task),
+            evaluators={},
+            seed=random_seed or 42,
+        )
+    )

@@ -101,7 +101,7 @@ def _is_spec(path: Any, tree: Mapping[str, Any]) -> bool:
 
 
 # The names of arrays in T5X and in this package. A checkpoint that is converted has only names, so
-# Adafactor is recognized by its four statistics of each parameter. `train.t5x.state_names` has the
+# Adafactor is recognized by its four statistics of each parameter. `train.t5x.checkpoints` has the
 # state of a run, which says where Adafactor is.
 
 

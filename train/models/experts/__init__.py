@@ -1,6 +1,4 @@
 """Mixtures of experts: routing as pure functions, and a layer that replaces an MLP."""
 
-from train.models.experts.config import ExpertsConfig
-from train.models.experts.layer import ExpertMlp
-
-__all__ = ['ExpertMlp', 'ExpertsConfig']
+from train.models.experts.config import ExpertsConfig as ExpertsConfig
+from train.models.experts.layer import ExpertMlp as ExpertMlp

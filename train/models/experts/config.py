@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 
-from train.errors import ConfigError, check_counts
+from train.errors import ConfigError, check_fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,33 +62,25 @@ class ExpertsConfig:
     dropout_rate: float | None = None
 
     def __post_init__(self) -> None:
-        counts = ('num_experts', 'num_selected_experts', 'min_expert_capacity')
-        check_counts(**{f'ExpertsConfig.{name}': getattr(self, name) for name in counts})
-        for name in ('tokens_per_group', 'encoder_every', 'decoder_every', 'mlp_dim'):
-            if getattr(self, name) is not None:
-                check_counts(**{f'ExpertsConfig.{name}': getattr(self, name)})
+        check_fields(
+            self,
+            'ExpertsConfig.',
+            jitter_noise='[0, 1)',
+            auxiliary_loss_factor='[0, inf)',
+            router_z_loss_factor='[0, inf)',
+            dropout_rate='[0, 1)',
+        )
         if self.num_selected_experts > self.num_experts:
             raise ConfigError(
                 f'ExpertsConfig.num_selected_experts is {self.num_selected_experts}, but there are '
                 f'{self.num_experts} experts: select at most {self.num_experts}'
             )
-        for name in ('train_capacity_factor', 'eval_capacity_factor'):
-            _check_number(name, getattr(self, name), above=True)
-        for name in ('auxiliary_loss_factor', 'router_z_loss_factor'):
-            _check_number(name, getattr(self, name))
-        _check_number('jitter_noise', self.jitter_noise, below=1.0)
-        if self.dropout_rate is not None:
-            _check_number('dropout_rate', self.dropout_rate, below=1.0)
 
     def of_layer(self, layers: Mapping[str, int], stack: str, index: int) -> ExpertsConfig | None:
-        """Returns the settings of one layer of a network, or None if it has no experts.
+        """Returns the settings of one layer of a stack, or None if it has no experts.
 
-        The factors of its losses are divided by the number of all layers with experts.
-
-        Args:
-          layers: the number of layers of each stack, 'encoder' and 'decoder'.
-          stack: the stack of the layer.
-          index: its number in the stack.
+        The factors of its losses are divided by the number of all layers with experts. `layers` has
+        the number of layers of both stacks, 'encoder' and 'decoder'.
         """
         every = {'encoder': self.encoder_every, 'decoder': self.decoder_every}
         sparse = sum(count // (every[name] or count + 1) for name, count in layers.items())
@@ -128,10 +119,3 @@ class ExpertsConfig:
                 'group per row'
             )
         return size
-
-
-def _check_number(name: str, value: float, *, above: bool = False, below: float = math.inf) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < below or (above and value == 0):
-        bounds = ('> 0' if above else '>= 0') + ('' if below == math.inf else f' and < {below:g}')
-        raise ConfigError(f'ExpertsConfig.{name} is {value!r}: it must be {bounds}')

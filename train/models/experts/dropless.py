@@ -20,6 +20,7 @@ from flax.core import spmd
 from jax.sharding import PartitionSpec as P
 
 from partitioning import logical_to_mesh_axes
+from partitioning.rules import as_tuple
 from train.errors import ConfigError
 from train.models.experts.mlp import Mlps
 from train.models.experts.routing import Routing, combine, dispatch, invert, take_rows
@@ -58,8 +59,8 @@ def apply_experts(
     batch = P(spec(x_NM, 'batch', None)[0])
     into = spec(mlps.into_hidden[0], 'expert', None, 'expert_mlp')
     out = spec(mlps.out, 'expert', 'expert_mlp', None)
-    axes, hidden = _axes(into[0]), _axes(into[2])
-    sharded = _axes(logical_to_mesh_axes(('batch',), rules, mesh=mesh)[0])
+    axes, hidden = as_tuple(into[0]), as_tuple(into[2])
+    sharded = as_tuple(logical_to_mesh_axes(('batch',), rules, mesh=mesh)[0])
     if missing := [axis for axis in axes if axis not in sharded]:
         raise ConfigError(
             f"the rules shard 'expert' over {missing[0]!r}, which does not shard 'batch': dropless "
@@ -90,14 +91,8 @@ def _apply_local(
 ) -> jax.Array:
     """The same on one device, which holds some of the tokens and some of the experts.
 
-    Args:
-      mlps: its experts.
-      x_NM: its tokens.
-      experts_NK: their experts.
-      weights_NK: their weights.
-      ids_NK: the number of each choice among the choices of all devices.
-      axes: the mesh axes over which experts are sharded.
-      hidden_axes: the mesh axes over which the hidden layers are sharded.
+    Experts are sharded over `axes`, and their hidden layers over `hidden_axes`. The ids are the
+    numbers of the choices among the choices of all devices.
     """
     devices = math.prod(jax.lax.axis_size(axis) for axis in axes)
     routed, counts_DH = _sort_by_device(experts_NK, weights_NK, devices, mlps.out.shape[0])
@@ -145,8 +140,7 @@ def multiply_groups(rows_SI: jax.Array, kernels_HIO: jax.Array, sizes_H: jax.Arr
 def _multiply_forward(
     rows_SI: jax.Array, kernels_HIO: jax.Array, sizes_H: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    given = rows_SI, kernels_HIO, sizes_H
-    return jax.lax.ragged_dot(rows_SI, kernels_HIO, sizes_H), given
+    return jax.lax.ragged_dot(rows_SI, kernels_HIO, sizes_H), (rows_SI, kernels_HIO, sizes_H)
 
 
 def _multiply_backward(given: tuple[jax.Array, ...], change_SO: jax.Array) -> tuple[Any, ...]:
@@ -168,12 +162,7 @@ def _sample_rows(
 ) -> jax.Array:
     """Draws the random bools of each row by its id, so that they are the same on every mesh.
 
-    Args:
-      key: the random key.
-      probability: how often they are true.
-      ids_S: the ids of the rows.
-      width: the length of a row on one device.
-      axes: the mesh axes over which rows are sharded.
+    Rows are sharded over `axes`; `width` is the length of a row on one device.
     """
     total = width * math.prod(jax.lax.axis_size(axis) for axis in axes)
     keys_S = jax.vmap(jax.random.fold_in, (None, 0))(key, ids_S)
@@ -213,8 +202,3 @@ def _sort_by_device(
 def _exchange(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Sends x[d] to device d, and returns what each device has sent."""
     return jax.lax.all_to_all(x, axes, 0, 0, tiled=True) if axes else x
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one dimension of a spec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -6,6 +6,7 @@ F mlp.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from train.models.experts.config import ExpertsConfig
-from train.models.experts.mixture import lay_out, mix
+from train.models.experts.mixture import mix
 from train.models.experts.mlp import Activation, Mlps
 
 
@@ -69,20 +70,12 @@ class ExpertMlp(nn.Module):
         Raises:
           ConfigError: if `tokens_per_group` does not divide the tokens.
         """
-        c, (batch, length, width) = self.config, x_BLM.shape
-        tokens = length if decode else c.group_size(batch, length)
-        x_GTM = lay_out(x_BLM.reshape(-1, tokens, width), ('batch', None, 'embed'), decode)
-        is_token_GT = jnp.ones(x_GTM.shape[:2], bool)
-        if is_token_BL is not None:
-            is_token_GT = is_token_BL.reshape(-1, tokens)
-        router = Router(c, name='router')
-        logits_GTE = router(x_GTM, deterministic=deterministic)
         mixture = mix(
-            c,
-            self._mlps(width, deterministic),
-            x_GTM.astype(self.dtype),
-            is_token_GT,
-            logits_GTE,
+            self.config,
+            self._mlps(x_BLM.shape[2], deterministic),
+            x_BLM,
+            is_token_BL,
+            functools.partial(Router(self.config, name='router'), deterministic=deterministic),
             training=not deterministic,
             decode=decode,
         )
@@ -90,7 +83,7 @@ class ExpertMlp(nn.Module):
             self.sow('losses', name, value)
         for name, value in mixture.metrics.items():
             self.sow('metrics', f'experts/{name}', value)
-        return mixture.y_GTM.reshape(x_BLM.shape)
+        return mixture.y_BLM
 
     def _mlps(self, width: int, deterministic: bool) -> Mlps:
         """Creates the parameters of the experts."""

@@ -1,33 +1,33 @@
-"""A layer of experts as a pure function of what its router says.
+"""A layer of experts as a pure function, for any router.
 
-Suffixes of array names: G groups, T tokens of a group, K choices of a token, S slots, E experts,
-C capacity, M embed, F mlp, I and O the inputs and outputs of a kernel.
+Suffixes of array names: B batch, L length, G groups, T tokens of a group, K choices of a token,
+S slots, E experts, C capacity, M embed, F mlp, I and O the inputs and outputs of a kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from partitioning import constrain
 from train.models.experts import dropless, routing
 from train.models.experts.config import ExpertsConfig
 from train.models.experts.mlp import Mlps
+from train.models.residual import lay_out
 
 
 class Mixture(NamedTuple):
     """What experts make of tokens.
 
     Attributes:
-      y_GTM: the weighted sum of the outputs of each token's experts; 0 if no expert takes it.
+      y_BLM: the weighted sum of the outputs of each token's experts; 0 if no expert takes it.
       losses: the load-balance loss and the router's z-loss, with their factors, scalars.
       metrics: what is reported, scalars: `routing.routing_metrics`, and the losses without factors.
     """
 
-    y_GTM: jax.Array
+    y_BLM: jax.Array
     losses: dict[str, jax.Array]
     metrics: dict[str, jax.Array]
 
@@ -35,9 +35,9 @@ class Mixture(NamedTuple):
 def mix(
     config: ExpertsConfig,
     mlps: Mlps,
-    x_GTM: jax.Array,
-    is_token_GT: jax.Array,
-    logits_GTE: jax.Array,
+    x_BLM: jax.Array,
+    is_token_BL: jax.Array | None,
+    find_logits: Callable[[jax.Array], jax.Array],
     *,
     training: bool,
     decode: bool = False,
@@ -47,13 +47,24 @@ def mix(
     Args:
       config: how tokens are routed.
       mlps: the experts.
-      x_GTM: the tokens in groups, in the dtype of the experts.
-      is_token_GT: which tokens are routed, bool. The others are padding.
-      logits_GTE: the float32 logits of the router.
+      x_BLM: the tokens.
+      is_token_BL: which tokens are routed, bool; None routes all. The others are padding.
+      find_logits: the router: a function of the tokens in groups, which returns the logits of the
+        experts for each, float32.
       training: whether the capacity of training applies.
-      decode: whether single tokens are decoded: then experts take all of them.
+      decode: whether single tokens are decoded: then each row is a group, and experts take all.
+
+    Raises:
+      ConfigError: if `tokens_per_group` does not divide the tokens.
     """
-    c, tokens = config, x_GTM.shape[1]
+    c, (batch, length, width) = config, x_BLM.shape
+    tokens = length if decode else c.group_size(batch, length)
+    x_GTM = lay_out(x_BLM.reshape(-1, tokens, width), ('batch', None, 'embed'), decode)
+    is_token_GT = jnp.ones(x_GTM.shape[:2], bool)
+    if is_token_BL is not None:
+        is_token_GT = jnp.broadcast_to(is_token_BL, (batch, length)).reshape(-1, tokens)
+    logits_GTE = find_logits(x_GTM)
+    x_GTM = x_GTM.astype(mlps.out.dtype)
     everything = c.dropless or decode
     routed = routing.route(
         probabilities_GTE := jax.nn.softmax(logits_GTE),
@@ -65,7 +76,7 @@ def mix(
     if everything:
         experts_GTK = jnp.where(is_token_GT[..., None], routed.experts_GTK, c.num_experts)
         y_GTM = dropless.apply_experts(
-            x_GTM.reshape(-1, x_GTM.shape[2]),
+            x_GTM.reshape(-1, width),
             experts_GTK.reshape(-1, c.num_selected_experts),
             routed.weights_GTK.reshape(-1, c.num_selected_experts),
             mlps,
@@ -74,16 +85,7 @@ def mix(
     else:
         y_GSM = _apply_experts(routing.dispatch(x_GTM, routed), mlps, decode)
         y_GTM = routing.combine(y_GSM, routed)
-    return Mixture(
-        lay_out(y_GTM, ('batch', None, 'embed'), decode),
-        *_report(c, logits_GTE, probabilities_GTE, routed),
-    )
-
-
-def _report(
-    c: ExpertsConfig, logits_GTE: jax.Array, probabilities_GTE: jax.Array, routed: routing.Routing
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """The losses and the metrics of a layer."""
+    y_GTM = lay_out(y_GTM, ('batch', None, 'embed'), decode)
     losses = {
         'auxiliary_loss': routing.load_balance_loss(probabilities_GTE, routed),
         'router_z_loss': routing.router_z_loss(logits_GTE, routed.is_token_GT),
@@ -93,7 +95,8 @@ def _report(
     if c.dropless:
         del metrics['expert_usage']  # experts have no slots
     scaled = {name: factors[name] * value for name, value in losses.items()}
-    return scaled, jax.tree.map(jax.lax.stop_gradient, metrics)
+    metrics = jax.tree.map(jax.lax.stop_gradient, metrics)
+    return Mixture(y_GTM.reshape(x_BLM.shape), scaled, metrics)
 
 
 def _apply_experts(x_GSM: jax.Array, mlps: Mlps, decode: bool) -> jax.Array:
@@ -109,8 +112,3 @@ def _apply_experts(x_GSM: jax.Array, mlps: Mlps, decode: bool) -> jax.Array:
     hidden_GECF = lay_out(mlps.hidden(x_GECM, multiply), (*there, 'expert_mlp'), decode)
     y_GECM = lay_out(multiply(hidden_GECF, mlps.out), (*there, 'embed'), decode)
     return lay_out(y_GECM, (*here, 'embed'), decode).reshape(x_GSM.shape)
-
-
-def lay_out(x: jax.Array, names: Sequence[str | None], decode: bool) -> jax.Array:
-    """Lays out an activation. While decoding, sizes that are not divisible are replicated."""
-    return constrain(x, names, on_indivisible='replicate' if decode else None)

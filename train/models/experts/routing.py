@@ -55,12 +55,7 @@ def route(
     An expert takes the first choices of all tokens in their order, then their second choices, and
     so on, until `capacity` places are taken.
 
-    Args:
-      probabilities_GTE: the router's probabilities, float32.
-      is_token_GT: which tokens are routed. Padding takes no place.
-      num_selected: the number of experts that each token chooses.
-      capacity: the number of tokens that an expert takes from each group.
-      normalize: whether the weights of a token are divided by the sum over all its choices.
+    Padding takes no place. `normalize` divides the weights of a token by the sum over its choices.
     """
     groups, tokens, num_experts = probabilities_GTE.shape
     weights_GTK, experts_GTK = choose_experts(probabilities_GTE, num_selected)

@@ -1,9 +1,8 @@
 """Pipeline parallelism: layers in stages over a mesh axis, and microbatches that pass through them.
 
-`settings` is what users choose; `stages` finds the mesh axis and checks all sizes; `weights` gives
-each stage its layers; `schedule` runs them.
+`stages` has the settings, finds the mesh axis and checks all sizes; `weights` gives each stage its
+layers; `schedule` runs them.
 """
 
 from train.models.pipeline.schedule import run_pipeline as run_pipeline
-from train.models.pipeline.settings import Pipeline as Pipeline
-from train.models.pipeline.stages import find_stages as find_stages
+from train.models.pipeline.stages import Pipeline as Pipeline, find_stages as find_stages

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from partitioning.rules import from_tuple
-from train.models.pipeline.stages import Stages, spec_of_rows
+from train.errors import ConfigError
+from train.models.pipeline.stages import Stages
 from train.models.pipeline.weights import choose_weights, gather_weights
 
 # Maps (weights of consecutive layers, their numbers, x_BLD, tree, key) to x_BLD.
@@ -63,8 +64,13 @@ def run_pipeline(
     Raises:
       ConfigError: if the microbatches would not have equal numbers of rows.
     """
-    rows = x_BLD.shape[0]
-    stages.check_rows(rows)
+    rows, parts = x_BLD.shape[0], stages.pipeline.num_microbatches
+    if rows % (parts * stages.data):
+        raise ConfigError(
+            f'a batch of {rows} rows cannot be divided into {parts} microbatches (Pipeline.'
+            f'num_microbatches), each over {stages.data} shards of {stages.data_axes}: use a '
+            f'multiple of {parts * stages.data} rows, or fewer microbatches'
+        )
     sizes = jax.sharding.get_abstract_mesh().shape
     at = stages.row_axes.index(stages.axis)
     before, after = stages.row_axes[:at], stages.row_axes[at + 1 :]
@@ -99,11 +105,11 @@ def run_pipeline(
         run,
         in_specs=(
             jax.tree.map(lambda _: of_weights, weights),
-            spec_of_rows(stages),
+            PartitionSpec(stages.row_axes),
             [spec if by_row else PartitionSpec() for by_row in divided],
             PartitionSpec(),
         ),
-        out_specs=spec_of_rows(stages),
+        out_specs=PartitionSpec(stages.row_axes),
         axis_names={*stages.row_axes},
         check_vma=False,  # `apply` need not say which of its constants differ between devices
     )(weights, x_BLD, leaves, key)

@@ -1,4 +1,4 @@
-"""The stages of a pipeline: their mesh axis, the axes of the rows, and every check of sizes."""
+"""The settings and the stages of a pipeline: its mesh axes, and every check of sizes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,37 @@ import math
 
 import jax
 from flax.core import spmd
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh
 
 from partitioning.rules import LogicalAxisRules, describe_axes, resolve_axes, sharding_axes
-from train.errors import ConfigError
-from train.models.pipeline.settings import Pipeline
+from train.errors import ConfigError, check_fields
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Runs scanned layers in stages, over the mesh axis that the rules give to 'layers'.
+
+    A stage runs on the devices of one index of this axis and holds the parameters of its layers.
+    The batch is divided into microbatches, which pass from stage to stage. Out of
+    num_microbatches * repeats + stages - 1 steps of a stage, stages - 1 are idle.
+
+    Attributes:
+      num_microbatches: the number of microbatches, a multiple of the number of stages.
+      repeats: how often a microbatch passes through all stages. The layers are divided into
+        stages * repeats groups, and group n belongs to stage n % stages. More repeats leave stages
+        idle for a smaller part of the time, and send activations and parameters more often. They
+        need `remat`.
+      recompute_stages: whether the backward pass first recomputes a stage from its input. A device
+        then keeps one activation per microbatch instead of one per microbatch and layer, and
+        computes the forward pass once more.
+    """
+
+    num_microbatches: int
+    repeats: int = 1
+    recompute_stages: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, 'Pipeline.')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,40 +76,14 @@ class Stages:
         """The number of groups of layers that a stage runs, over all microbatches."""
         return self.pipeline.num_microbatches * self.pipeline.repeats
 
-    def check_blocks(self, layers: int) -> None:
-        """Checks that a stage runs its layers in blocks of `layers`.
 
-        Raises:
-          ConfigError: if the number of layers that a stage runs without a break is not divisible.
-        """
-        if self.layers % layers:
-            raise ConfigError(
-                f'a stage runs {self.layers} layers without a break, which is not a multiple of '
-                f'the {layers} layers of TransformerConfig.scan_unroll or remat: change these, or '
-                'the number of stages or repeats'
-            )
-
-    def check_rows(self, rows: int) -> None:
-        """Checks that the microbatches of a batch have equal numbers of rows on all devices.
-
-        Raises:
-          ConfigError: if the number of rows is not divisible.
-        """
-        parts = self.pipeline.num_microbatches
-        if rows % (parts * self.data):
-            raise ConfigError(
-                f'a batch of {rows} rows cannot be divided into {parts} microbatches (Pipeline.'
-                f'num_microbatches), each over {self.data} shards of {self.data_axes}: use a '
-                f'multiple of {parts * self.data} rows, or fewer microbatches'
-            )
-
-
-def find_stages(pipeline: Pipeline | None, num_layers: int) -> Stages | None:
+def find_stages(pipeline: Pipeline | None, num_layers: int, block: int) -> Stages | None:
     """Returns where a pipeline runs, from the mesh and the rules of the context.
 
     Args:
       pipeline: the settings, or None to run the layers one after another.
       num_layers: the number of scanned layers.
+      block: the number of layers in one iteration of their loop.
 
     Returns:
       The stages, or None if there is only one.
@@ -126,13 +126,20 @@ def find_stages(pipeline: Pipeline | None, num_layers: int) -> Stages | None:
             f'Pipeline.num_microbatches is {pipeline.num_microbatches}: use a multiple of the '
             f'{count} stages of {axis!r}'
         )
+    layers = num_layers // (count * repeats)
+    if layers % block:
+        raise ConfigError(
+            f'a stage runs {layers} layers without a break, which is not a multiple of the {block} '
+            'layers of TransformerConfig.scan_unroll or remat: change these, or the number of '
+            'stages or repeats'
+        )
     return Stages(
         axis=axis,
         count=count,
         row_axes=(*rows, *(() if axis in rows else axes)),
         data=math.prod(sizes[a] for a in rows if a != axis),
         pipeline=pipeline,
-        layers=num_layers // (count * repeats),
+        layers=layers,
     )
 
 
@@ -141,8 +148,3 @@ def _axes_of(name: str, rules: LogicalAxisRules, mesh: AbstractMesh) -> tuple[st
     if name not in {rule[0] for rule in rules}:
         return ()
     return sharding_axes(resolve_axes((name,), rules, mesh=mesh)[0].mesh_axes)
-
-
-def spec_of_rows(stages: Stages) -> PartitionSpec:
-    """Returns the layout of an array [batch, ...] over the axes of the rows."""
-    return PartitionSpec(stages.row_axes)

@@ -32,11 +32,8 @@ from train.models.pipeline.stages import Stages
 def gather_weights(stages: Stages, params: Any, names: Any, cast: Callable[[Any], Any]) -> Any:
     """Gives each stage the weights of its layers.
 
-    Args:
-      stages: where the pipeline runs.
-      params: the parameters, a tree of arrays [layers, ...].
-      names: the logical axes of each array, a tree of tuples.
-      cast: casts the parameters to the dtypes in which they are sent and used.
+    The parameters are arrays [layers, ...] with their logical axes. `cast` casts them to the dtypes
+    in which they are sent and used.
 
     Returns:
       A tree of pairs, each [copies, layers, ...]. The copies are sharded over the axes of the
@@ -77,14 +74,9 @@ def gather_weights(stages: Stages, params: Any, names: Any, cast: Callable[[Any]
 
 
 def choose_weights(weights: Any, repeat: jax.Array) -> Any:
-    """Returns the weights that a stage uses in one repeat.
+    """Returns the weights that a stage uses in one repeat, a tree of arrays [layers, ...].
 
-    Args:
-      weights: the pairs of `gather_weights` on one device, each [repeats, layers, ...].
-      repeat: the number of the repeat.
-
-    Returns:
-      The weights, a tree of arrays [layers, ...].
+    `weights` are the pairs of `gather_weights` on one device, each [repeats, layers, ...].
     """
 
     def choose(pair: tuple[jax.Array, jax.Array | None]) -> jax.Array:

@@ -6,6 +6,7 @@ length of the cache.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -13,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from train.models.remat import named
-from train.models.t5.config import T5Config, query_scale
-from train.models.t5.layers import Dense, lay_out
+from train.models.residual import lay_out
+from train.models.t5.config import T5Config
+from train.models.t5.layers import Dense
 
 MASKED = -1e10
 
@@ -96,7 +98,7 @@ class Attention(nn.Module):
             laid_out = lay_out(dense(x), ('batch', 'length', 'heads', 'kv'), self.decode)
             return named(laid_out, name)
 
-        scale = query_scale(c)
+        scale = math.sqrt(c.head_dim)
         query_BLHK = project('query', queries_BLE, scale)
         if c.scale_attn_logits:
             query_BLHK = query_BLHK / jnp.asarray(scale, c.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -11,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from train.errors import ConfigError, check_counts
+from train.errors import ConfigError, check_fields
 from train.models.experts import ExpertsConfig
 from train.models.remat import WORDS, Remat, check_placed, list_remats
 
@@ -106,12 +105,7 @@ class T5Config:
         return list_remats('remat_policy', self.remat_policy, _REMATS)
 
     def of_layer(self, stack: str, index: int) -> T5Config:
-        """Returns the settings of one layer: `experts` is None if it has an MLP.
-
-        Args:
-          stack: 'encoder' or 'decoder'.
-          index: the number of the layer in it.
-        """
+        """Returns the settings of a layer of a stack; `experts` is None if it has an MLP."""
         if self.experts is None:
             return self
         layers = {'encoder': self.num_encoder_layers, 'decoder': self.num_decoder_layers}
@@ -165,21 +159,14 @@ def activation(name: str | Activation) -> Activation:
 
 def _check(config: T5Config | DecoderOnlyConfig) -> None:
     """Checks sizes and activations, and makes them hashable."""
-    for field in dataclasses.fields(config):
-        if field.type == 'int' and field.name != 'param_scan_axis':
-            least = 0 if field.name.startswith('num_') and field.name.endswith('_layers') else 1
-            check_counts(least, **{field.name: getattr(config, field.name)})
-    rate = config.dropout_rate
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1:
-        raise ConfigError(f'dropout_rate is {rate!r}: it must be a number in [0, 1)')
+    names = ('num_layers', 'num_encoder_layers', 'num_decoder_layers', 'param_scan_axis')
+    check_fields(config, dropout_rate='[0, 1)', **dict.fromkeys(names, '[0, inf)'))
     try:
         dtype = jnp.dtype(config.dtype)
     except TypeError as error:
         raise ConfigError(f"dtype is {config.dtype!r}: use 'float32' or 'bfloat16'") from error
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ConfigError(f"dtype is {dtype.name!r}: use 'float32' or 'bfloat16'")
-    if not isinstance(config.experts, ExpertsConfig | None):
-        raise ConfigError(f'experts is {config.experts!r}: use an ExpertsConfig, or None')
     activations = config.mlp_activations
     if isinstance(activations, str) or not isinstance(activations, Sequence) or not activations:
         raise ConfigError(
@@ -189,8 +176,3 @@ def _check(config: T5Config | DecoderOnlyConfig) -> None:
         activation(name)
     object.__setattr__(config, 'dtype', dtype)
     object.__setattr__(config, 'mlp_activations', tuple(activations))
-
-
-def query_scale(config: T5Config) -> float:
-    """Returns what the initial kernels of queries are divided by, the square root of head_dim."""
-    return math.sqrt(config.head_dim)

@@ -5,146 +5,15 @@ Suffixes of array names: B batch, L length, S length of the encoder, E embed, V 
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from train.models.remat import named
-from train.models.residual import residual_names
-from train.models.t5.attention import Attention, decoder_mask, pair_mask, segment_mask
+from train.models.t5.attention import decoder_mask, pair_mask, segment_mask
 from train.models.t5.config import T5Config
-from train.models.t5.layers import (
-    EMBED,
-    Dense,
-    Embed,
-    Norm,
-    RelativeBias,
-    apply_mlp,
-    dropout,
-    lay_out,
-    lay_out_residual,
-)
-from train.models.t5.stack import run_layers
+from train.models.t5.layers import Embed
+from train.models.t5.stack import Decoder, Encoder
 from train.output_layer import DeferredLogits
-
-
-class Layer(nn.Module):
-    """One layer of the encoder, or of the decoder if it attends to an encoder too.
-
-    Attributes:
-      config: sizes and choices.
-      deterministic: whether there is no dropout.
-      decode: whether keys and values are cached, for one new position per call.
-      max_decode_length: the length of the cache while decoding.
-    """
-
-    config: T5Config
-    deterministic: bool
-    decode: bool = False
-    max_decode_length: int | None = None
-
-    @nn.compact
-    def __call__(
-        self,
-        x_BLE: jax.Array,
-        mask: jax.Array | None,
-        bias: jax.Array | None,
-        encoded_BSE: jax.Array | None = None,
-        cross_mask: jax.Array | None = None,
-    ) -> tuple[jax.Array, None]:
-        c = self.config
-        if bias is None:
-            length = (self.decode and self.max_decode_length) or x_BLE.shape[1]
-            bias = RelativeBias(c, bidirectional=encoded_BSE is None, name='relpos_bias')(length)
-        x_BLE = named(x_BLE, 'residual')
-        before, name = 'pre_attention', 'attention'
-        if encoded_BSE is not None:
-            before, name = 'pre_self_attention', 'self_attention'
-        h_BLE = self._norm(x_BLE, before)
-        attend = Attention(c, self.deterministic, self.decode, name=name)
-        x_BLE = self._add(x_BLE, attend(h_BLE, h_BLE, mask, bias))
-        if encoded_BSE is not None:
-            h_BLE = self._norm(x_BLE, 'pre_cross_attention')
-            attend = Attention(c, self.deterministic, name='encoder_decoder_attention')
-            x_BLE = self._add(x_BLE, attend(h_BLE, encoded_BSE, cross_mask))
-        h_BLE = self._norm(x_BLE, 'pre_mlp')
-        h_BLE = apply_mlp(c, h_BLE, mask, self.deterministic, self.decode)
-        return self._add(x_BLE, h_BLE), None
-
-    def _norm(self, x_BLE: jax.Array, before: str) -> jax.Array:
-        h_BLE = Norm(self.config.dtype, name=f'{before}_layer_norm')(x_BLE)
-        return lay_out(h_BLE, EMBED, self.decode)
-
-    def _add(self, x_BLE: jax.Array, branch_BLE: jax.Array) -> jax.Array:
-        branch_BLE = dropout(self.config, branch_BLE, self.deterministic, None)
-        return lay_out_residual(x_BLE + branch_BLE, self.decode)
-
-
-class Encoder(nn.Module):
-    """The encoder's layers, between the embeddings and the final norm."""
-
-    config: T5Config
-    embed: Embed
-
-    @nn.compact
-    def __call__(self, tokens_BL: jax.Array, mask: jax.Array, deterministic: bool) -> jax.Array:
-        c = self.config
-        x_BLE = dropout(c, self.embed(tokens_BL), deterministic, None)
-        bias = None
-        if not c.scalable:
-            bias = RelativeBias(c, bidirectional=True, name='relpos_bias')(tokens_BL.shape[1])
-        layer = {'deterministic': deterministic}
-        x_BLE = run_layers(Layer, c, c.num_encoder_layers, 'encoder', layer, x_BLE, mask, bias)
-        x_BLE = lay_out(Norm(c.dtype, name='encoder_norm')(x_BLE), EMBED)
-        return nn.Dropout(c.dropout_rate)(x_BLE, deterministic)
-
-
-class Decoder(nn.Module):
-    """The decoder's layers, between the embeddings and the logits."""
-
-    config: T5Config
-    embed: Embed
-
-    @nn.compact
-    def __call__(
-        self,
-        tokens_BL: jax.Array,
-        encoded_BSE: jax.Array,
-        mask: jax.Array | None,
-        cross_mask: jax.Array,
-        deterministic: bool,
-        decode: bool,
-        max_decode_length: int | None,
-    ) -> DeferredLogits:
-        c = self.config
-        x_BLE = dropout(c, self.embed(tokens_BL), deterministic, None)
-        bias = None
-        if not c.scalable:
-            length = (decode and max_decode_length) or tokens_BL.shape[1]
-            bias = RelativeBias(c, bidirectional=False, name='relpos_bias')(length)
-        layer: dict[str, Any] = {'deterministic': deterministic, 'decode': decode}
-        layer |= {'max_decode_length': max_decode_length}
-        arguments = (x_BLE, mask, bias, encoded_BSE, cross_mask)
-        x_BLE = run_layers(Layer, c, c.num_decoder_layers, 'decoder', layer, *arguments)
-        x_BLE = lay_out_residual(Norm(c.dtype, name='decoder_norm')(x_BLE), decode)
-        x_BLE = dropout(c, x_BLE, deterministic, None)
-        return apply_output_layer(c, self.embed, x_BLE)
-
-
-def apply_output_layer(config: T5Config, embed: Embed, x_BLE: jax.Array) -> DeferredLogits:
-    """Returns what computes the float32 logits, in a compact method of a decoder."""
-    if config.logits_via_embedding:
-        output_EV, divisor = embed.embedding.T, math.sqrt(config.emb_dim)
-    else:
-        shape, names = (config.emb_dim, config.vocab_size), ('embed', 'vocab')
-        dense = Dense(shape, 1, names, jnp.float32, name='logits_dense')
-        output_EV, divisor = dense.get_kernel(), 1.0
-    return DeferredLogits(
-        x_BLD=x_BLE, w_DV=output_EV, dtype=jnp.float32, names=residual_names(), divisor=divisor
-    )
 
 
 class T5(nn.Module):
@@ -226,12 +95,12 @@ class T5(nn.Module):
             cross_mask &= segment_mask(decoder_segment_ids, encoder_segment_ids)
         deferred = self.decoder(
             decoder_input_tokens,
-            encoded,
             mask,
+            encoded,
             cross_mask,
-            deterministic,
-            decode,
-            max_decode_length,
+            deterministic=deterministic,
+            decode=decode,
+            max_decode_length=max_decode_length,
         )
         return deferred if defer_logits else deferred.logits('replicate' if decode else None)
 

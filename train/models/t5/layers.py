@@ -16,12 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from partitioning import constrain
 from partitioning.products import multiply
-from train.models.embedding import look_up
+from train.models.elementary import look_up
 from train.models.experts import ExpertMlp
 from train.models.remat import name_of_part, named
-from train.models.residual import residual_names
+from train.models.residual import lay_out
 from train.models.t5.config import MAX_DISTANCE, NUM_BUCKETS, T5Config, activation
 
 EMBED = ('batch', 'length', 'embed')
@@ -38,20 +37,6 @@ def parameter(
 def dropout(config: T5Config, x: jax.Array, deterministic: bool, name: str | None) -> jax.Array:
     """Applies dropout whose mask is shared along the length."""
     return nn.Dropout(config.dropout_rate, broadcast_dims=(-2,), name=name)(x, deterministic)
-
-
-def lay_out_residual(x_BLE: jax.Array, decode: bool = False) -> jax.Array:
-    """Lays out the residual stream, whose length can have its own rule."""
-    return lay_out(x_BLE, residual_names(), decode)
-
-
-def lay_out(x: jax.Array, names: Sequence[str | None], decode: bool = False) -> jax.Array:
-    """Lays out an activation by its logical axes.
-
-    While decoding, a dimension whose size its mesh axes do not divide is replicated: there are
-    single positions, and batches of any size.
-    """
-    return constrain(x, names, on_indivisible='replicate' if decode else None)
 
 
 class Dense(nn.Module):
