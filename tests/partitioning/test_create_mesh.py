@@ -38,13 +38,6 @@ def test_sizes(sizes, shape):
     assert ids(mesh) == np.arange(8).reshape(shape).tolist()
 
 
-@pytest.mark.parametrize(
-    'names', [('x', 'y'), ('expert', 'a b'), ['data', 'été'], ('model', 'data')]
-)
-def test_any_names(names):
-    assert create_mesh((4, 2), names).axis_names == tuple(names)
-
-
 def test_a_string_is_one_name():
     """It is not split into letters."""
     assert create_mesh((8,), 'data').axis_names == ('data',)

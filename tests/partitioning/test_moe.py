@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from mock_devices import gpus, ids, tpu_slices, tpus, v3_4x4
 
 from partitioning import MeshConfig, MoePjitPartitioner, PjitPartitioner
@@ -48,12 +48,6 @@ def test_moe_on_this_machine_and_on_gpus():
     assert set(mesh.devices.flat) == set(jax.devices())
     on_gpus = default_moe_mesh(4, 2, devices=gpus(8, 2))
     assert ids(on_gpus) == np.arange(16).reshape(2, 4, 2).tolist()
-
-
-def test_axis_types():
-    assert default_moe_mesh(2, 2).axis_types == (AxisType.Auto,) * 3
-    explicit = default_moe_mesh(2, 2, axis_types=AxisType.Explicit)
-    assert explicit.axis_types == (AxisType.Explicit,) * 3
 
 
 @pytest.mark.parametrize('experts', [0, -2, True, 2.0, '2', None])

@@ -177,3 +177,18 @@ def test_a_t5x_state_with_a_chain_of_optax(partitioner, names):
     new = add(state)
     assert int(new.step) == 1
     assert new.opt_state[0].mu['w'].addressable_shards[0].data.shape == (2, 4)
+
+
+class NotATree:
+    """A state that jax does not look into, and that names its axes itself."""
+
+    def as_logical_axes(self):
+        return {'step': None, 'params': {'w': AxisNames('vocab', 'embed')}}
+
+
+def test_a_state_that_jax_does_not_look_into(partitioner):
+    found = partitioner.get_mesh_axes(NotATree())
+    assert found == {'step': None, 'params': {'w': P('model', 'data')}}
+    other = PjitPartitioner(2, logical_axis_rules=[('embed', None)])
+    with pytest.raises(ValueError, match=r"Failed to map logical axes for params/w.*'vocab'"):
+        other.get_mesh_axes(NotATree())
