@@ -189,7 +189,7 @@ def _assemble(
     estimate = estimate_memory(laid_out, target.chip)
     work = _find_work(program, target, costs, laid_out, kernels)
     if explain:
-        collectives, buffers = _explain(call, target, program, costs, held, estimate)
+        collectives, buffers = _explain(call, target, program, costs, held, estimate, laid_out)
     else:
         collectives, buffers = _list_unexplained(costs, estimate)
     if costs is None and work is not None:
@@ -241,21 +241,22 @@ def _explain(
     costs: ProgramCosts | None,
     held: Sequence[HeldArray],
     estimate: MemoryEstimate,
+    laid_out: TracedProgram,
 ) -> tuple[Exchanges, Buffers]:
     """The exchanges of a compiled program and its largest buffers, each with its cause.
 
     Without a program there are no exchanges, and the buffers are by formula.
     """
     known: dict[str, Any] = {
-        'mesh': target.mesh,
         'rows': [array.row for array in held],
         'rules': call.partitioner.logical_axis_rules,
     }
     if costs is None or program.compiled is None:
-        largest = estimate.buffers[:_LARGEST]
-        return (), explain_estimate(largest, program.traced.jaxpr, **known)
+        return (), explain_estimate(estimate, laid_out, **known)[:_LARGEST]
     text, log = read_text(program.compiled), '\n'.join(program.warnings)
-    explained = explain_program(text, program.traced.jaxpr, costs, **known, log=log)
+    explained = explain_program(
+        text, program.traced.jaxpr, costs, mesh=target.mesh, **known, log=log
+    )
     ordered = sorted(
         explained.collectives, key=lambda c: (-c[0].total_bytes, c[0].kind, c[0].instruction)
     )

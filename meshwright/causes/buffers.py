@@ -9,27 +9,23 @@ says so, and its change gives 'mlp' that axis.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from jax.sharding import AbstractMesh, Mesh
 
 from meshwright.causes.cause import Cause, Change, CodeChange, RuleChange, over, what_is
 from meshwright.causes.data_flow import Place, is_exchange
 from meshwright.causes.evidence import layout_of
 from meshwright.causes.layouts import names_by_axes
 from meshwright.causes.possible_changes import PossibleChanges
-from meshwright.causes.shard_shapes import shard_counts, shard_dimensions
 from meshwright.causes.value_matching import Matcher
 from meshwright.causes.whole_dimensions import written_otherwise
-from meshwright.jaxpr.naming import trace_values
+from meshwright.jaxpr import MemoryEstimate, TracedProgram
+from meshwright.jaxpr.naming import name_values
 from meshwright.jaxpr.values import Value
 from meshwright.program.hlo_text import ArrayType
 from meshwright.program.peak_memory import LiveArray
 from meshwright.user_lines import user_line
 from partitioning.plan.rows import PlanRow
-from partitioning.rules import LogicalAxisRules, axis_sizes
+from partitioning.rules import LogicalAxisRules
 
 
 def explain_buffer(
@@ -140,52 +136,32 @@ def explain_replicated(row: PlanRow, possible: PossibleChanges) -> Cause | None:
 
 
 def explain_estimate(
-    arrays: Sequence[LiveArray],
-    jaxpr: Any,
+    estimate: MemoryEstimate,
+    traced: TracedProgram,
     *,
-    mesh: Mesh | AbstractMesh | Mapping[str, int],
     rows: Sequence[PlanRow | None] = (),
     rules: LogicalAxisRules = (),
 ) -> tuple[tuple[LiveArray, Cause | None], ...]:
-    """Finds the causes of buffers that are known by formula, without a compiled program.
+    """Finds the causes of the buffers of an estimate, without a compiled program.
 
     Args:
-      arrays: the buffers, from `estimate_memory`.
-      jaxpr: the ClosedJaxpr of the same function.
-      mesh, rows, rules: as for `explain_program`.
+      estimate: the estimate.
+      traced: the function that was estimated. Its values are named.
+      rows, rules: as for `explain_program`.
     """
-    counts = shard_counts(axis_sizes(mesh))
-    by_line: dict[str, list[Value]] = {}
-    for value in trace_values(jaxpr, rows, names_by_axes(rules)).values:
-        for line in {*value.stack[:1], *value.loop[:1]}:
-            by_line.setdefault(line, []).append(value)
-    return tuple((a, _explain_estimate(a, by_line.get(a.source, ()), counts)) for a in arrays)
-
-
-def _explain_estimate(
-    array: LiveArray, values: Sequence[Value], counts: frozenset[int]
-) -> Cause | None:
-    """The cause of a buffer, from the values that its line makes."""
-    shape = tuple(int(n) for n in re.findall(r'\d+', array.array.partition('[')[2]))
-    fitting = [v for v in values if shard_dimensions(shape, v.shape, counts) is not None]
-    if not fitting:
-        return None
-    value = max(fitting, key=lambda v: _agreement(array, v))
-    return Cause(
-        source=user_line(value.stack) or array.source,
-        array=what_is(value),
-        logical_axes=value.names,
-        rule='',
-        why=f'{what_is(value)}, made by {array.op_name.rpartition("/")[2] or value.primitive}',
-    )
-
-
-def _agreement(array: LiveArray, value: Value) -> int:
-    """How well a value agrees with a buffer: by its operation, its pass, and its known names."""
-    operation = array.op_name.rpartition('/')[2]
-    backward = 'transpose(' in array.op_name
-    named = any(name is not None for name in value.names)
-    return 4 * (value.primitive == operation) + 2 * (value.backward == backward) + named
+    name_values(traced.block, rows, names_by_axes(rules))
+    found = []
+    for array, value in zip(estimate.buffers, estimate.values, strict=True):
+        operation = array.op_name.rpartition('/')[2] or value.primitive
+        cause = Cause(
+            source=user_line(value.stack) or array.source,
+            array=what_is(value),
+            logical_axes=value.names,
+            rule='',
+            why=f'{what_is(value)}, made by {operation}',
+        )
+        found.append((array, cause))
+    return tuple(found)
 
 
 def _value_of(place: Place, array: ArrayType, matcher: Matcher) -> Value | None:

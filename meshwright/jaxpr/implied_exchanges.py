@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.jaxpr.factor_rules import find_factors
-from meshwright.jaxpr.layouts import divide
+from meshwright.jaxpr.layouts import divide, layout_of
 from meshwright.jaxpr.values import (
     TO_GLOBAL,
     TO_LOCAL,
@@ -93,19 +93,20 @@ class _Exchanges:
         factors = find_factors(step)
         if not factors.known:
             self.unknown.add(step.name)
-        division = divide(step, factors, self._sizes)
+        divided = divide(step, factors, self._sizes)
         step.inputs = [
-            self._move(value, division.layout(array), step, out, moved)
+            self._move(value, [layout_of(dim, divided) for dim in array], step, out, moved)
             for value, array in zip(step.inputs, factors.inputs, strict=True)
         ]
         out.append(step)
+        partial = tuple([axis for f in sorted(factors.summed) for axis in divided[f]])
         for i, array in enumerate(factors.outputs):
-            final, natural = step.outputs[i], division.layout(array)
-            if not division.partial and _same(natural, final.axes):
+            final, natural = step.outputs[i], [layout_of(dim, divided) for dim in array]
+            if not partial and _same(natural, final.axes):
                 continue
             made = final.with_axes(natural)
             step.outputs[i] = made
-            self._move_into(made, final, division.partial, step, out)
+            self._move_into(made, final, partial, step, out)
 
     def _around(self, step: Step, out: list[Step], moved: dict) -> None:
         """Moves what a loop or a branch is given and returns to where it is needed."""
@@ -134,9 +135,9 @@ class _Exchanges:
         moved: dict,
     ) -> Value:
         """Returns an array in the layout that a step needs. Equal moves happen once."""
-        target = tuple(axes or () for axes in wanted)
-        if _same(target, value.axes):
+        if _same(wanted, value.axes):
             return value
+        target = tuple(axes or () for axes in wanted)
         value = self._same.get(id(value), value)
         key = id(value), target
         if key not in moved:

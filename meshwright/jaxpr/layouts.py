@@ -7,9 +7,9 @@ through all operations. A dimension that no layout reaches is whole on every dev
 
 from __future__ import annotations
 
-import dataclasses
+import collections
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.factors import Dimension, Factors
@@ -29,28 +29,6 @@ _KEEPING = ELEMENTWISE | {'transpose', 'reshape', 'squeeze', 'optimization_barri
 _ROUNDS = 12  # of sweeps; nested loops need a few
 
 
-@dataclasses.dataclass(frozen=True)
-class Division:
-    """How a step is divided over the mesh.
-
-    Attributes:
-      axes: the mesh axes of each factor.
-      factors: the factors.
-    """
-
-    axes: tuple[Axes, ...]
-    factors: Factors
-
-    def layout(self, array: Sequence[Dimension]) -> list[Axes]:
-        """The mesh axes of each dimension of an array with these factors."""
-        return [tuple(axis for f in dim for axis in self.axes[f]) for dim in array]
-
-    @property
-    def partial(self) -> Axes:
-        """The axes along which each device has a part of the sums in the result."""
-        return tuple(axis for f in sorted(self.factors.summed) for axis in self.axes[f])
-
-
 def propagate(block: Block, sizes: Mapping[str, int]) -> None:
     """Decides the layout of all arrays of a block, and of the bodies in it.
 
@@ -58,7 +36,7 @@ def propagate(block: Block, sizes: Mapping[str, int]) -> None:
       block: the steps. Dimensions that are `fixed` keep their layout.
       sizes: the size of each mesh axis.
     """
-    sweeps = _Sweeps(sizes)
+    sweeps = _Sweeps(block, sizes)
     for everything in (False, True):
         for _ in range(_ROUNDS):
             changed = sweeps.sweep(block, everything, forward=True)
@@ -70,12 +48,35 @@ def propagate(block: Block, sizes: Mapping[str, int]) -> None:
 class _Sweeps:
     """Sweeps over steps, which pass by those around which nothing has changed."""
 
-    def __init__(self, sizes: Mapping[str, int]):
+    def __init__(self, block: Block, sizes: Mapping[str, int]):
         self._sizes = sizes
-        self._seen: dict[int, list[list[Axes | None]]] = {}
-        self._tied: dict[int, list[tuple[Value, Value, int]]] = {}
+        self._users: dict[int, list[int]] = collections.defaultdict(list)
+        self._changed = set[int]()  # the steps around which arrays have changed
+        # The pairs of dimensions that are the same inside and outside of the bodies of a step.
+        self._ties: dict[int, list[tuple[Value, int, Value, int]]] = {}
+        self._watch(block)
+
+    def _watch(self, block: Block) -> None:
+        """Registers which steps are visited again when the layout of an array changes."""
+        for step in block.steps:
+            values = {id(value) for value in (*step.inputs, *step.outputs)}
+            if step.bodies:
+                pairs = [(tie.inner, tie.outer, int(tie.stacked)) for tie in ties(step)]
+                pairs += [(given, returned, 0) for given, returned in carries(step)]
+                self._ties[id(step)] = [
+                    (one, d, other, d + first)
+                    for one, other, first in pairs
+                    for d in range(len(one.shape))
+                ]
+                values.update(id(value) for pair in pairs for value in pair[:2])
+            for body in step.bodies:
+                self._watch(body)
+            self._changed.add(id(step))
+            for value in values:
+                self._users[value].append(id(step))
 
     def sweep(self, block: Block, everything: bool, *, forward: bool) -> bool:
+        """Visits the steps of a block and its bodies; returns whether a layout has changed."""
         changed = False
         for step in block.steps if forward else reversed(block.steps):
             if step.bodies:
@@ -83,34 +84,88 @@ class _Sweeps:
                 for body in step.bodies:
                     changed |= self.sweep(body, everything, forward=forward)
                 changed |= self._tie(step)
-            elif step.name in (TO_LOCAL, TO_GLOBAL):
-                changed |= _tie_border(step)
-            elif everything or step.name in _KEEPING:
-                changed |= self._visit(step)
+            elif id(step) in self._changed:
+                if step.name in (TO_LOCAL, TO_GLOBAL):
+                    changed |= self._tie_border(step)
+                elif everything or step.name in _KEEPING:
+                    changed |= self._spread(step)
         return changed
+
+    def _set(self, value: Value, d: int, axes: Axes) -> None:
+        value.axes[d] = axes
+        self._changed.update(self._users[id(value)])
+
+    def _spread(self, step: Step) -> bool:
+        """Gives the open dimensions around a step the layout of those that they belong to."""
+        factors, changed = find_factors(step), False
+        divided = divide(step, factors, self._sizes)
+        if any(divided):
+            for value, array in _arrays(step, factors):
+                for d, dim in enumerate(array):
+                    wanted = layout_of(dim, divided)
+                    if wanted and not value.fixed[d]:
+                        changed |= self._refine(value, d, wanted)
+        self._changed.discard(id(step))
+        return changed
+
+    def _refine(self, value: Value, d: int, wanted: Axes) -> bool:
+        """Shards an open dimension, or shards it further, along axes that are free in the array."""
+        current, elsewhere = value.axes[d] or (), _used_elsewhere(value, d)
+        wanted = tuple([axis for axis in wanted if axis not in elsewhere])
+        if len(wanted) <= len(current) or wanted[: len(current)] != current:
+            return False
+        if math.prod(map(self._sizes.__getitem__, wanted)) > value.shape[d]:
+            return False
+        self._set(value, d, wanted)
+        return True
 
     def _tie(self, step: Step) -> bool:
         """Gives arrays inside and outside of a body the same layout where it is open."""
-        if (pairs := self._tied.get(id(step))) is None:
-            pairs = [(tie.inner, tie.outer, int(tie.stacked)) for tie in ties(step)]
-            pairs += [(given, returned, 0) for given, returned in carries(step)]
-            self._tied[id(step)] = pairs
-        changed = False
-        for inner, outer, first in pairs:
-            changed |= _agree(inner, outer, first)
-        return changed
-
-    def _visit(self, step: Step) -> bool:
-        before = [list(value.axes) for value in (*step.inputs, *step.outputs)]
-        if self._seen.get(id(step)) == before:
+        if id(step) not in self._changed:
             return False
-        changed = _spread(step, find_factors(step), self._sizes)
-        self._seen[id(step)] = [list(value.axes) for value in (*step.inputs, *step.outputs)]
+        self._changed.discard(id(step))
+        changed = False
+        for one, d, other, e in self._ties[id(step)]:
+            mine, theirs = one.axes[d], other.axes[e]
+            if theirs and not mine:
+                changed |= self._adopt(one, d, theirs)
+            elif mine and not theirs:
+                changed |= self._adopt(other, e, mine)
         return changed
 
+    def _tie_border(self, step: Step) -> bool:
+        """The same for a shard_map: both sides have the axes that it leaves to the compiler.
 
-def divide(step: Step, factors: Factors, sizes: Mapping[str, int]) -> Division:
-    """Decides how a step is divided: each axis goes to the factor with the most bytes for it.
+        Inside, the array is already divided along the other axes.
+        """
+        self._changed.discard(id(step))
+        manual, changed = step.params['axes'], False
+        outer, inner = step.inputs[0], step.outputs[0]
+        if step.name == TO_GLOBAL:
+            outer, inner = inner, outer
+        for d in range(len(inner.shape)):
+            axes = outer.axes[d] or ()
+            if open_axes := tuple([axis for axis in axes if axis not in manual]):
+                changed |= self._adopt(inner, d, open_axes)
+            own = tuple([axis for axis in axes if axis in manual])
+            if whole := own + (inner.axes[d] or ()):
+                changed |= self._adopt(outer, d, whole)
+        return changed
+
+    def _adopt(self, value: Value, d: int, axes: Axes) -> bool:
+        if value.fixed[d] or value.axes[d] or not _used_elsewhere(value, d).isdisjoint(axes):
+            return False
+        self._set(value, d, axes)
+        return True
+
+
+def _used_elsewhere(value: Value, d: int) -> set[str]:
+    """The mesh axes that an array uses for other dimensions than this one."""
+    return {a for i, axes in enumerate(value.axes) if i != d for a in axes or ()} | value.manual
+
+
+def divide(step: Step, factors: Factors, sizes: Mapping[str, int]) -> tuple[Axes, ...]:
+    """Decides the mesh axes of each factor: an axis goes to the factor with the most bytes for it.
 
     As in XLA, a sum is divided if all of its operands are, and only then: otherwise, what is
     divided along the sum is gathered.
@@ -118,19 +173,25 @@ def divide(step: Step, factors: Factors, sizes: Mapping[str, int]) -> Division:
     votes: dict[str, dict[int, float]] = {}
     orders: list[list[str]] = [[] for _ in factors.sizes]
     for value, array in _arrays(step, factors):
-        weight = max(value.nbytes, 1) if any(value.axes) else 0
+        if not any(value.axes):
+            continue
+        weight = max(value.nbytes, 1)
         for dim, axes in zip(array, value.axes, strict=True):
             for factor, axis in _assign(dim, axes, factors.sizes, sizes) if axes else ():
                 counts = votes.setdefault(axis, {})
                 counts[factor] = counts.get(factor, 0.0) + weight
                 if axis not in orders[factor]:
                     orders[factor].append(axis)
-    for axis, counts in votes.items():
-        winner = _choose(axis, counts, step, factors)
-        for factor in counts:
-            if factor != winner:
-                orders[factor].remove(axis)
-    return Division(tuple(map(tuple, orders)), factors)
+    winner = {axis: _choose(axis, counts, step, factors) for axis, counts in votes.items()}
+    for factor, order in enumerate(orders):
+        if order:
+            orders[factor] = [axis for axis in order if winner[axis] == factor]
+    return tuple(map(tuple, orders))
+
+
+def layout_of(dim: Dimension, divided: Sequence[Axes]) -> Axes:
+    """The mesh axes of a dimension that has these factors, from the mesh axes of each factor."""
+    return divided[dim[0]] if len(dim) == 1 else tuple([a for f in dim for a in divided[f]])
 
 
 def _choose(axis: str, votes: Mapping[int, float], step: Step, factors: Factors) -> int:
@@ -141,7 +202,7 @@ def _choose(axis: str, votes: Mapping[int, float], step: Step, factors: Factors)
         if all(_divides(axis, f, v, array) for v, array in given if any(f in d for d in array)):
             return f
     others = [f for f in votes if f not in sums] or sums
-    return max(others, key=lambda f: (votes[f], -f))
+    return max(others, key=lambda f: (votes[f], -f)) if len(others) > 1 else others[0]
 
 
 def _divides(axis: str, factor: int, value: Value, array: Sequence[Dimension]) -> bool:
@@ -149,85 +210,23 @@ def _divides(axis: str, factor: int, value: Value, array: Sequence[Dimension]) -
     return any(factor in dim and axis in (axes or ()) for dim, axes in pairs)
 
 
-def _arrays(step: Step, factors: Factors) -> Iterator[tuple[Value, tuple[Dimension, ...]]]:
-    arrays = (*factors.inputs, *factors.outputs)
-    return zip((*step.inputs, *step.outputs), arrays, strict=True)
+def _arrays(step: Step, factors: Factors) -> list[tuple[Value, tuple[Dimension, ...]]]:
+    """The operands and results of a step, each with the factors of its dimensions."""
+    arrays = list(zip(step.inputs, factors.inputs, strict=True))
+    return arrays + list(zip(step.outputs, factors.outputs, strict=True))
 
 
 def _assign(
     dim: Dimension, axes: Axes, factor_sizes: Sequence[int], sizes: Mapping[str, int]
-) -> Iterator[tuple[int, str]]:
+) -> list[tuple[int, str]]:
     """The factors that the axes of a dimension divide: the major one until it is used up."""
-    left = list(axes)
+    left, found = list(axes), list[tuple[int, str]]()
     for factor in dim:
         remaining = factor_sizes[factor]
         while left and (remaining % sizes[left[0]] == 0 or (factor == dim[-1] and remaining > 1)):
             axis = left.pop(0)
             remaining = max(remaining // sizes[axis], 1)
-            yield factor, axis
+            found.append((factor, axis))
         if left and remaining > 1:
-            return  # the next factor would be divided within parts of this one
-
-
-def _spread(step: Step, factors: Factors, sizes: Mapping[str, int]) -> bool:
-    """Gives the open dimensions around a step the layout of those that they belong to."""
-    division = divide(step, factors, sizes)
-    if not any(division.axes):
-        return False
-    changed = False
-    for value, array in _arrays(step, factors):
-        for d, dim in enumerate(array):
-            wanted = tuple(axis for f in dim for axis in division.axes[f])
-            changed |= _refine(value, d, wanted, sizes)
-    return changed
-
-
-def _refine(value: Value, d: int, wanted: Axes, sizes: Mapping[str, int]) -> bool:
-    """Shards an open dimension, or shards it further, along axes that the array does not use."""
-    current = value.axes[d] or ()
-    elsewhere = {a for i, axes in enumerate(value.axes) if i != d for a in axes or ()}
-    elsewhere |= value.manual
-    wanted = tuple(axis for axis in wanted if axis not in elsewhere)
-    if value.fixed[d] or len(wanted) <= len(current) or wanted[: len(current)] != current:
-        return False
-    if math.prod(sizes[axis] for axis in wanted) > value.shape[d]:
-        return False
-    value.axes[d] = wanted
-    return True
-
-
-def _agree(inner: Value, outer: Value, first: int = 0) -> bool:
-    """Gives two arrays the same layout where it is open. `outer` may have dimensions in front."""
-    changed = False
-    for d, (own, other) in enumerate(zip(inner.axes, outer.axes[first:], strict=True)):
-        if own != other:
-            changed |= _adopt(inner, d, other) or _adopt(outer, d + first, own)
-    return changed
-
-
-def _tie_border(step: Step) -> bool:
-    """Gives an array on both sides of a shard_map the axes that it leaves to the compiler.
-
-    Inside, the array is already divided along the other axes.
-    """
-    manual = step.params['axes']
-    outer, inner = step.inputs[0], step.outputs[0]
-    if step.name == TO_GLOBAL:
-        outer, inner = inner, outer
-    changed = False
-    for d in range(len(inner.shape)):
-        axes = outer.axes[d] or ()
-        changed |= _adopt(inner, d, tuple(axis for axis in axes if axis not in manual))
-        own = tuple(axis for axis in axes if axis in manual)
-        changed |= _adopt(outer, d, own + (inner.axes[d] or ()))
-    return changed
-
-
-def _adopt(value: Value, d: int, axes: Axes | None) -> bool:
-    if not axes or value.fixed[d] or value.axes[d]:
-        return False
-    used = {a for i, other in enumerate(value.axes) if i != d for a in other or ()} | value.manual
-    if used & {*axes}:
-        return False
-    value.axes[d] = axes
-    return True
+            break  # the next factor would be divided within parts of this one
+    return found

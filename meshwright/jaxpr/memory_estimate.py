@@ -12,6 +12,7 @@ from meshwright.jaxpr.live_ranges import Buffer, find_peak
 from meshwright.jaxpr.padding import kernel_ratios, padded_bytes
 from meshwright.jaxpr.tracing import TracedProgram
 from meshwright.jaxpr.values import Block, Value
+from meshwright.live_buffers import count_bytes
 from meshwright.program.peak_memory import LiveArray, without_numbers
 from partitioning.hardware import Chip
 
@@ -29,6 +30,7 @@ class MemoryEstimate:
       gradients: what the backward pass hands to the steps after it.
       activations: what the forward pass keeps for the backward pass.
       buffers: the arrays at the peak besides the arguments, the largest first.
+      values: for each of these buffers, the value that it holds.
       unknown: the primitives whose layout was guessed.
     """
 
@@ -38,6 +40,7 @@ class MemoryEstimate:
     gradients: int
     activations: int
     buffers: tuple[LiveArray, ...]
+    values: tuple[Value, ...]
     unknown: tuple[str, ...]
 
 
@@ -56,6 +59,7 @@ def estimate_memory(traced: TracedProgram, chip: Chip | None = None) -> MemoryEs
     size_of = _tiled_sizes(traced) if on_tpu else _exact_sizes(traced)
     live = find_peak(traced.block, size_of, _donations(traced), fuses_products=on_tpu)
     arguments = tuple(map(size_of, traced.block.inputs))
+    buffers = _describe(live, traced)
     kept = find_kept(traced.block, traced.donated, size_of)
     return MemoryEstimate(
         peak=sum(arguments) + sum(buffer.nbytes for buffer in live),
@@ -63,7 +67,8 @@ def estimate_memory(traced: TracedProgram, chip: Chip | None = None) -> MemoryEs
         argument_bytes=arguments,
         gradients=kept.gradients,
         activations=kept.activations,
-        buffers=_describe(live, traced),
+        buffers=tuple(array for array, _ in buffers),
+        values=tuple(value for _, value in buffers),
         unknown=traced.unknown,
     )
 
@@ -102,24 +107,24 @@ def _like(value: Value) -> tuple:
     return value.shape, str(value.dtype), tuple(axes or () for axes in value.axes)
 
 
-def _describe(live: list[Buffer], traced: TracedProgram) -> tuple[LiveArray, ...]:
-    groups: dict[tuple[str, str, str], list[tuple[str, int]]] = collections.defaultdict(list)
+def _describe(live: list[Buffer], traced: TracedProgram) -> list[tuple[LiveArray, Value]]:
+    """Adds up the equal buffers, the largest first, each with the value of the first one."""
+    groups: dict[tuple[str, str, str], list[Buffer]] = collections.defaultdict(list)
     for buffer in live:
-        array = array_name(buffer.value, traced.axis_sizes)
-        maker = buffer.maker
+        array, maker = array_name(buffer.value, traced.axis_sizes), buffer.maker
         name, source = (maker.op_name, maker.place.source) if maker else ('', '')
-        groups[array, without_numbers(name), source].append((name, buffer.nbytes))
-    arrays = [
-        LiveArray(
+        groups[array, without_numbers(name), source].append(buffer)
+    arrays = []
+    for (array, _, source), buffers in groups.items():
+        first = LiveArray(
             array=array,
-            nbytes=sum(nbytes for _, nbytes in made),
-            count=len(made),
-            op_name=made[0][0],
+            nbytes=count_bytes(buffers),
+            count=len(buffers),
+            op_name=buffers[0].maker.op_name if buffers[0].maker else '',
             source=source,
         )
-        for (array, _, source), made in groups.items()
-    ]
-    return tuple(sorted(arrays, key=lambda a: -a.nbytes))
+        arrays.append((first, buffers[0].value))
+    return sorted(arrays, key=lambda pair: -pair[0].nbytes)
 
 
 def array_name(value: Value, sizes: Mapping[str, int]) -> str:

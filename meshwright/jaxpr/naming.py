@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.factors import Dimension, Factors
+from meshwright.jaxpr.implied_exchanges import SLICE
 from meshwright.jaxpr.linked_dimensions import LinkedDimensions
 from meshwright.jaxpr.primitives import ARITHMETIC, CONSTRAINTS, MOVES, SCATTERS
 from meshwright.jaxpr.values import Axes, Block, Dim, Step, Value, carries, ties
@@ -25,6 +26,8 @@ from partitioning.plan.rows import PlanRow
 from partitioning.products.flops import PRODUCTS
 from partitioning.rules import sharding_axes
 
+# What is added between steps. It moves a value, and changes nothing about it.
+_EXCHANGES = {'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', SLICE}
 # Operations that pair the dimensions of their operands.
 _PAIRING = PRODUCTS | {'add', 'sub', 'mul', 'div', 'max', 'select_n'}
 
@@ -56,7 +59,18 @@ def trace_values(
       names_of: the logical axis of dimensions that have mesh axes and no name, by these axes.
     """
     # A compiler may still name an array after a step that nothing uses.
-    block = write_out(jaxpr, with_unused=True)
+    return name_values(write_out(jaxpr, with_unused=True), rows, names_of)
+
+
+def name_values(
+    block: Block, rows: Sequence[PlanRow | None], names_of: Mapping[Axes, str]
+) -> TracedValues:
+    """Names the values of a block, with or without the exchanges between its steps.
+
+    Args:
+      block: the steps of the whole function.
+      rows, names_of: as for `trace_values`.
+    """
     for value, row in zip(block.inputs, rows, strict=False):
         if row is not None:
             _describe_argument(value, row, names_of)
@@ -101,7 +115,7 @@ class _Naming:
         for step in block.steps:
             if step.bodies:
                 self._run_bodies(step)
-            elif step.is_border:
+            elif step.is_border or step.name in _EXCHANGES:
                 _copy(step.inputs[0], step.outputs[0])
             else:
                 self._name_results(step)
