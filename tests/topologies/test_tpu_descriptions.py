@@ -64,7 +64,7 @@ def test_devices_of_a_description(machine):
 @needs_libtpu
 @all_machines
 def test_described_devices_equal_the_mock_devices_of_t5x(machine):
-    """So the orders that other tests find for mock devices are those of described ones."""
+    """So the orders that other tests find for mock devices hold for described ones."""
 
     def facts(devices):
         return {(d.id % 100_000, d.process_index, *d.coords, d.core_on_chip) for d in devices}

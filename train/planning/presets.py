@@ -108,7 +108,7 @@ _SLICE_AXES = {'three_d': None, 'few_kv_heads': 'replica', 'context': 'replica'}
 
 
 def count_shards(layout: Layout, num_devices: int) -> dict[str, int] | None:
-    """Returns into how many shards a preset divides each logical axis, also that of the batch.
+    """Returns into how many shards a preset divides each logical axis, the batch axis included.
 
     Args:
       layout: the preset with its sizes.

@@ -48,7 +48,7 @@ NAMES = {
     't5x.examples.scalable_t5.network.T5Config': 'train.t5x.network.ScalableT5Config',
     't5x.examples.scalable_t5.network.Transformer': 'train.t5x.network.ScalableTransformer',
 }
-# The names of `t5x.utils` are those of four modules here.
+# The names of `t5x.utils` come from four modules here.
 UTILS = ('checkpoint_configs', 'datasets', 'run_functions', 'schedules')
 for _home in (f'train.t5x.{module}' for module in UTILS):
     NAMES |= {f't5x.utils.{name}': f'{_home}.{name}' for name in BY_MODULE[_home]}
