@@ -42,10 +42,7 @@ class ShippedRun:
 _WINDOWED = (
     "TrainConfig.compiler_options = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': None}",
 )
-_DOT = (
-    'TransformerConfig.attention = @AttentionSettings()',
-    "AttentionSettings.kind = 'dot'",
-)
+_DOT = ('TransformerConfig.attention = @AttentionSettings()', "AttentionSettings.kind = 'dot'")
 _OFFLOAD = (
     'TransformerConfig.remat = @Remat()',
     "Remat.offload = ['residual']",

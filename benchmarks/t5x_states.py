@@ -132,10 +132,7 @@ def make_states() -> dict[str, tuple[T5xState, TrainState]]:
     def names_of_adam(names: Any) -> Any:
         return (adam[0]._replace(count=None, mu=names, nu=names), *adam[1:])
 
-    of_t5x = {
-        'adam': (adam, names_of_adam),
-        'adafactor': (make_tree(factored), names_of_factored),
-    }
+    of_t5x = {'adam': (adam, names_of_adam), 'adafactor': (make_tree(factored), names_of_factored)}
     transforms = {'adam': optax.adam(1e-3), 'adafactor': optax.adafactor(1e-3)}
     states = {}
     for name, (statistics_of_t5x, names) in of_t5x.items():

@@ -86,8 +86,7 @@ def count_fsdp_tensor(case: Case) -> Wire:
     layer_back = mlp + query + keys + query / t
     return {
         'all-gather over model (ICI)': gathered(
-            (3 * m.layers + 2) * stream + 2 * m.layers * (query + keys + query / f) + 6 * numbers,
-            t,
+            (3 * m.layers + 2) * stream + 2 * m.layers * (query + keys + query / f) + 6 * numbers, t
         ),
         'reduce-scatter over model (ICI)': gathered(
             (2 * m.layers + 1) * stream + m.layers * (query + (query + keys) / f), t

@@ -274,11 +274,7 @@ def _sizes(report: str, buffers: str) -> dict[str, int]:
     total = re.search(r'Total bytes: (\d+)', space)
     assert total is not None, report[:200]
     arguments = sum(map(int, _ARGUMENT.findall(buffers)))
-    return {
-        'peak': int(total[1]),
-        'arguments': arguments,
-        'temporaries': int(total[1]) - arguments,
-    }
+    return {'peak': int(total[1]), 'arguments': arguments, 'temporaries': int(total[1]) - arguments}
 
 
 def _save(

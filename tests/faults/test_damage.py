@@ -68,10 +68,8 @@ def test_an_added_chunk_is_noticed(saved):
 def two_steps(tmp_path_factory):
     """A folder with steps 8 and 10. Tests copy it."""
     folder = tmp_path_factory.mktemp('two') / 'checkpoints'
-    saved = Checkpoints(folder, CheckpointConfig())
     for step in (8, 10):
-        saved.save(step, state(step))
-    saved.close()
+        save(folder, step)
     return Path(folder)
 
 
@@ -82,6 +80,20 @@ def folder(two_steps, tmp_path):
 
 def state(value):
     return {'params': {'kernel': jnp.full((4, 4), float(value))}}
+
+
+def save(folder, step, value=None, **settings):
+    saved = Checkpoints(folder, CheckpointConfig(**settings))
+    saved.save(step, state(step if value is None else value))
+    saved.close()
+    return saved
+
+
+def assert_holds(saved, step, value):
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0)
+    )
+    np.testing.assert_array_equal(saved.restore(step, abstract)['params']['kernel'], value)
 
 
 def write(path, text=''):
@@ -144,9 +156,7 @@ def test_what_is_not_a_good_step_is_named_and_kept(folder, what):
     [line] = said
     assert re.search(expected, line) and '\n' not in line
     # A run resumes, and keeps one step only.
-    saved = Checkpoints(folder, CheckpointConfig(keep=1))
-    saved.save(16, state(16))
-    saved.close()
+    save(folder, 16, keep=1)
     assert complete_steps(folder) == [16]
     ours = {'8', '10'} | ({'11'} if what == 'an unfinished step' else set())
     kept = {
@@ -204,14 +214,9 @@ def test_a_damaged_or_unfinished_step_is_saved_again(folder, leave):
     if leave == 'manifest.json':
         (folder / '10/manifest.json').unlink()
     assert newest_step(folder, print) == 8
-    saved = Checkpoints(folder, CheckpointConfig())
-    saved.save(10, state(-1))
-    saved.close()
+    saved = save(folder, 10, -1)
     assert complete_steps(folder) == [8, 10]
-    abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0)
-    )
-    np.testing.assert_array_equal(saved.restore(10, abstract)['params']['kernel'], -1.0)
+    assert_holds(saved, 10, -1.0)
 
 
 def test_a_step_whose_content_is_damaged_does_not_count_and_is_saved_again(folder):
@@ -227,10 +232,7 @@ def test_a_step_whose_content_is_damaged_does_not_count_and_is_saved_again(folde
     assert sorted(path.name for path in folder.iterdir()) == ['10', '8', '9']
     saved.save(10, state(-10))
     saved.close()
-    abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0)
-    )
-    np.testing.assert_array_equal(saved.restore(10, abstract)['params']['kernel'], -10.0)
+    assert_holds(saved, 10, -10.0)
 
 
 @pytest.mark.parametrize('kept', ['run/step.json', 'state/_METADATA'])
@@ -256,29 +258,19 @@ def test_an_interrupted_deletion_is_recognized_and_completed(folder, kept, monke
     assert sorted(p.name for p in folder.iterdir()) == ['10', '12']
 
 
-@pytest.mark.parametrize(
-    'changes',
-    [
-        {'files': None},
-        {'files': 7},
-        {'files': {'a': [1]}},
-        {'files': {'a': ['x', '']}},
-        {'versions': None},
-        {'step': None},
-        {'format': None},
-        {'files': json.loads('[' * 65 + ']' * 65)},
-    ],
-    ids=[
-        'no files',
-        'a number',
-        'no checksum',
-        'no size',
-        'no versions',
-        'no step',
-        'no format',
-        'deep',
-    ],
-)
+FORMS = {
+    'no files': {'files': None},
+    'a number': {'files': 7},
+    'no checksum': {'files': {'a': [1]}},
+    'no size': {'files': {'a': ['x', '']}},
+    'no versions': {'versions': None},
+    'no step': {'step': None},
+    'no format': {'format': None},
+    'deep': {'files': json.loads('[' * 65 + ']' * 65)},
+}
+
+
+@pytest.mark.parametrize('changes', FORMS.values(), ids=FORMS)
 def test_a_manifest_of_another_form_is_damaged(folder, changes):
     """Its own checksum is right, as a program that makes such a file would write it."""
     import xxhash
@@ -317,12 +309,6 @@ def test_what_a_kill_leaves_is_replaced(folder, left, monkeypatch):
         shutil.rmtree(folder / '10/a')  # Only names that a save writes are deleted.
     save(folder, 10)
     assert sorted(p.name for p in folder.iterdir()) == ['10', '8']
-
-
-def save(folder, step, **settings):
-    saved = Checkpoints(folder, CheckpointConfig(**settings))
-    saved.save(step, state(step))
-    saved.close()
 
 
 def test_the_manifest_lists_every_file_with_its_checksum(folder):

@@ -1,12 +1,9 @@
 """The causes of exchanges and buffers, in programs whose exchanges are known by hand."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh
+from plain_steps import line_of, make_mesh
 
 from meshwright import read_costs
 from meshwright.causes import explain_program
@@ -22,14 +19,7 @@ TENSOR = (('batch', 'data'), ('embed', None), ('mlp', 'model'))
 
 @pytest.fixture(scope='module')
 def mesh():
-    return Mesh(np.reshape(jax.devices(), (4, 2)), ('data', 'model'))
-
-
-def line_of(function, text):
-    """The end of 'file:line' of the only line of a function that contains a text."""
-    lines, start = inspect.getsourcelines(function)
-    (found,) = [start + i for i, line in enumerate(lines) if text in line]
-    return f'test_blame.py:{found}'
+    return make_mesh()
 
 
 def train(params, x):

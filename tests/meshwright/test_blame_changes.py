@@ -6,22 +6,16 @@ import inspect
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
+from plain_steps import compile_plain, compile_under, make_mesh
 
-from meshwright import read_costs
 from meshwright.causes import (
-    CompiledFunction,
-    compile_partitioned,
-    describe_arguments,
-    explain_program,
     find_change,
     try_change,
 )
 from meshwright.causes.cause import ConstraintRemoval
-from partitioning import PjitPartitioner, constrain
-from partitioning.mesh import MeshConfig
+from partitioning import constrain
 
 # What XLA writes for a gradient that it cannot move from one layout to another.
 WARNING = (
@@ -37,29 +31,7 @@ WARNING = (
 
 @pytest.fixture(scope='module')
 def mesh():
-    return Mesh(np.reshape(jax.devices(), (4, 2)), ('data', 'model'))
-
-
-def compile_plain(step, mesh, parameters, batch):
-    """A step of a trainer without names or rules, compiled and explained."""
-    shardings = {k: NamedSharding(mesh, spec) for k, (_, spec) in parameters.items()}
-    arrays = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, (shape, _) in parameters.items()}
-    rows = NamedSharding(mesh, PartitionSpec('data'))
-    jitted = jax.jit(
-        step, in_shardings=(shardings, rows), out_shardings=shardings, donate_argnums=0
-    )
-    with jax.set_mesh(mesh):
-        traced = jitted.trace(arrays, batch)
-        compiled = traced.lower().compile()
-    costs = read_costs(compiled, mesh)
-    described = describe_arguments(traced, compiled)
-    explanation = explain_program(
-        compiled.as_text(), traced.jaxpr, costs, mesh=mesh, rows=described
-    )
-    function = CompiledFunction(
-        traced=traced, compiled=compiled, costs=costs, mesh=mesh, rows=described
-    )
-    return explanation, function
+    return make_mesh()
 
 
 def make_step(hidden_spec):
@@ -84,8 +56,8 @@ def test_a_wrong_constraint_is_replaced_and_the_gathers_are_gone(mesh):
     }
     step = make_step(PartitionSpec(None, 'model'))
     x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
-    explanation, function = compile_plain(step, mesh, parameters, x)
-    gathers = [(c, cause) for c, cause in explanation.collectives if c.kind == 'all-gather']
+    function = compile_plain(step, mesh, parameters, x)
+    gathers = [(c, cause) for c, cause in function.explain().collectives if c.kind == 'all-gather']
     shard = 16 * 128 * 4
     assert gathers and {c.wire_bytes for c, _ in gathers} == {3 * shard}
     cause = find_change(function, [(1, gathers[0][1])]).cause
@@ -111,8 +83,8 @@ def test_a_parameter_that_is_whole_gets_the_layout_of_its_uses(mesh):
     }
     step = make_step(PartitionSpec('data', 'model'))
     x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
-    explanation, function = compile_plain(step, mesh, parameters, x)
-    causes = {row.path: cause for row, cause in explanation.replicated}
+    function = compile_plain(step, mesh, parameters, x)
+    causes = {row.path: cause for row, cause in function.explain().replicated}
     cause = causes['params/down']
     assert cause.change == "lay out the argument params/down as PartitionSpec('model', None)"
     found = try_change(function, cause.all_changes[0])
@@ -129,7 +101,7 @@ def test_a_warning_of_full_rematerialization_leads_to_the_constraint_of_its_arra
     }
     step = make_step(PartitionSpec('data', 'model'))
     x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
-    _, function = compile_plain(step, mesh, parameters, x)
+    function = compile_plain(step, mesh, parameters, x)
     log = f'{WARNING}\nI1123 other\n{WARNING}\nInvoluntary full rematerialization. Unknown.'
     (message, cause), (_, unknown) = function.explain(log).rematerialized
     assert message.startswith('Involuntary') and unknown is None
@@ -143,7 +115,6 @@ def test_rules_of_a_partitioner_are_swapped_and_confirmed():
     """The hidden layer is sharded over the axis of the batch, and 'embed' over the other one."""
     right = [('batch', 'data'), ('embed', 'data'), ('mlp', 'model')]
     wrong = [('batch', 'data'), ('embed', 'model'), ('mlp', 'data')]
-    mesh = MeshConfig(axes={'data': 4, 'model': 2})
     batch = jax.ShapeDtypeStruct((64, 128), jnp.float32)
 
     def init():
@@ -163,15 +134,7 @@ def test_rules_of_a_partitioner_are_swapped_and_confirmed():
         gradient = jax.grad(loss)(state['params'])
         return {'params': jax.tree.map(lambda p, g: p - g, state['params'], gradient)}
 
-    functions = []
-    for rules in (right, wrong):
-        partitioner = PjitPartitioner(mesh=mesh, logical_axis_rules=rules)
-        plan = partitioner.plan(init)
-        partitioned = partitioner.partition(
-            step, (plan.specs, partitioner.data_partition_spec), plan.specs
-        )
-        functions.append(compile_partitioned(partitioner, partitioned, plan.abstract_state, batch))
-    healthy, swapped = functions
+    healthy, swapped = (compile_under(rules, init, step, batch) for rules in (right, wrong))
     cause = swapped.explain().suspects[0]
     assert "('embed', 'data') and ('mlp', 'model')" in cause.change
     found = try_change(swapped, cause.all_changes[0])

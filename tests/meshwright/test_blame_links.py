@@ -3,17 +3,13 @@
 Rows are 32 over 4 devices of 'data', and the hidden layer is 256 over 2 devices of 'model'.
 """
 
-import inspect
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.lax import with_sharding_constraint as lay_out
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
+from plain_steps import compile_plain, line_of, make_mesh
 
-from meshwright import read_costs
-from meshwright.causes import CompiledFunction, describe_arguments
 from meshwright.causes.layouts import KnownLayouts
 from meshwright.causes.possible_changes import PossibleChanges
 from meshwright.causes.value_graph import ValueGraph
@@ -23,14 +19,17 @@ from meshwright.program.hlo_text import parse_hlo
 from partitioning.plan.rows import make_row
 from partitioning.rules import ResolvedDimension
 
-SHAPES = {'up': (3, 128, 256), 'down': (3, 256, 128)}
-LAYOUTS = {'up': P(None, None, 'model'), 'down': P(None, 'model', None)}
+PARAMETERS = {
+    'up': ((3, 128, 256), P(None, None, 'model')),
+    'down': ((3, 256, 128), P(None, 'model', None)),
+}
+BATCH = {'x': jax.ShapeDtypeStruct((32, 128), jnp.float32)}
 ROWS = P('data', None)
 
 
 @pytest.fixture(scope='module')
 def mesh():
-    return Mesh(np.reshape(jax.devices(), (4, 2)), ('data', 'model'))
+    return make_mesh()
 
 
 def make_step(carry_spec=ROWS, roll=False):
@@ -52,34 +51,9 @@ def make_step(carry_spec=ROWS, roll=False):
     return step, layer
 
 
-def line_of(function, text):
-    lines, start = inspect.getsourcelines(function)
-    (found,) = [start + i for i, line in enumerate(lines) if text in line]
-    return f'test_blame_links.py:{found}'
-
-
-def compile_step(step, mesh, *, rows=ROWS):
-    """The step of a trainer without a partitioner."""
-    parameters = {k: NamedSharding(mesh, spec) for k, spec in LAYOUTS.items()}
-    arrays = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in SHAPES.items()}
-    batch = {'x': jax.ShapeDtypeStruct((32, 128), jnp.float32)}
-    layouts = (parameters, {'x': NamedSharding(mesh, rows)})
-    jitted = jax.jit(step, in_shardings=layouts, out_shardings=parameters, donate_argnums=0)
-    with jax.set_mesh(mesh):
-        traced = jitted.trace(arrays, batch)
-        compiled = traced.lower().compile()
-    return CompiledFunction(
-        traced=traced,
-        compiled=compiled,
-        costs=read_costs(compiled, mesh),
-        mesh=mesh,
-        rows=describe_arguments(traced, compiled),
-    )
-
-
 def test_a_constraint_on_the_carry_of_a_loop_is_found_in_the_next_iteration(mesh):
     step, layer = make_step(carry_spec=P(None, None))
-    function = compile_step(step, mesh)
+    function = compile_plain(step, mesh, PARAMETERS, BATCH)
     gathers = [(k, c) for k, c in function.explain().collectives if k.kind == 'all-gather']
     # What a device gathers is its 8 of 32 rows.
     assert gathers and {k.wire_bytes for k, _ in gathers} == {3 * 8 * 128 * 4}
@@ -92,14 +66,14 @@ def test_a_constraint_on_the_carry_of_a_loop_is_found_in_the_next_iteration(mesh
 @pytest.mark.parametrize('rows', [P('model', None), P(None, 'data')])
 def test_a_batch_over_the_wrong_axis_is_told_by_the_constraints_on_its_rows(mesh, rows):
     step, _ = make_step()
-    function = compile_step(step, mesh, rows=rows)
+    function = compile_plain(step, mesh, PARAMETERS, BATCH, rows)
     changes = {cause.change for cause in function.explain().suspects}
     assert "lay out the argument batch/x as PartitionSpec('data', None)" in changes
 
 
 def test_an_operation_that_cuts_and_joins_a_sharded_dimension_is_found(mesh):
     step, layer = make_step(roll=True)
-    causes = compile_step(step, mesh).explain().suspects
+    causes = compile_plain(step, mesh, PARAMETERS, BATCH).explain().suspects
     line = line_of(layer, 'jnp.roll')
     found = [c for c in causes if 'does not cut or join a sharded dimension' in c.change]
     assert any(c.source.endswith(line) and c.change.endswith(line) for c in found)

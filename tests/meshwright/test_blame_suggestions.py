@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax.linen import LogicallyPartitioned
+from plain_steps import compile_under
 
-from meshwright.causes import compile_partitioned, find_change
+from meshwright.causes import find_change
 from meshwright.causes.cause import (
     CodeChange,
     ConstraintChange,
@@ -17,8 +18,7 @@ from meshwright.causes.cause import (
 from meshwright.causes.layouts import KnownLayouts
 from meshwright.causes.whole_dimensions import written_for
 from meshwright.jaxpr.naming import trace_values
-from partitioning import PjitPartitioner, constrain
-from partitioning.mesh import MeshConfig
+from partitioning import constrain
 
 RULES = {'batch': 'data', 'embed': 'data', 'mlp': 'model', 'vocab': 'model', 'length': None}
 SHAPES = {
@@ -27,6 +27,7 @@ SHAPES = {
     'up': (('embed', 'mlp'), (64, 512)),
 }
 AXES = {'data': 4, 'model': 2}
+BATCH = jax.ShapeDtypeStruct((16, 8, 64), jnp.float32)
 
 
 def init():
@@ -51,15 +52,9 @@ def step(state, x_BLD):
     return {'params': jax.tree.map(lambda p, g: p - g, state['params'], gradient)}
 
 
-def compile_under(**changes):
+def compile_changed(**changes):
     """The step under the rules with these changes."""
-    rules = [*{**RULES, **changes}.items()]
-    partitioner = PjitPartitioner(mesh=MeshConfig(axes=AXES), logical_axis_rules=rules)
-    plan = partitioner.plan(init)
-    resources = plan.specs, partitioner.data_partition_spec
-    batch = jax.ShapeDtypeStruct((16, 8, 64), jnp.float32)
-    partitioned = partitioner.partition(step, resources, plan.specs)
-    return compile_partitioned(partitioner, partitioned, plan.abstract_state, batch)
+    return compile_under([*{**RULES, **changes}.items()], init, step, BATCH)
 
 
 def needs(function):
@@ -69,7 +64,7 @@ def needs(function):
 
 @pytest.fixture(scope='module')
 def healthy():
-    return needs(compile_under())
+    return needs(compile_changed())
 
 
 @pytest.mark.parametrize(
@@ -85,7 +80,7 @@ def healthy():
 )
 def test_rules_are_given_back_that_were_dropped_or_have_too_much(healthy, faults, most):
     """Rules that need each other are changed together; needless axes are taken away."""
-    best = find_change(compile_under(**faults), most=most)
+    best = find_change(compile_changed(**faults), most=most)
     change = best.saved.change
     assert dict(change.after) == {name: RULES[name] for name in faults}
     assert all(f"('{name}', " in best.cause.change for name in faults)
@@ -96,7 +91,6 @@ def test_rules_are_given_back_that_were_dropped_or_have_too_much(healthy, faults
 
 def compile_layers(down):
     """A step of two layers of their own, under names for the 'down' of both."""
-    partitioner = PjitPartitioner(mesh=MeshConfig(axes=AXES), logical_axis_rules=[*RULES.items()])
 
     def init():
         layer = {
@@ -117,11 +111,7 @@ def compile_layers(down):
         gradient = jax.grad(loss)(state['params'])
         return {'params': jax.tree.map(lambda p, g: p - g, state['params'], gradient)}
 
-    plan = partitioner.plan(init)
-    resources = plan.specs, partitioner.data_partition_spec
-    batch = jax.ShapeDtypeStruct((16, 8, 64), jnp.float32)
-    partitioned = partitioner.partition(step, resources, plan.specs)
-    return compile_partitioned(partitioner, partitioned, plan.abstract_state, batch)
+    return compile_under([*RULES.items()], init, step, BATCH)
 
 
 @pytest.mark.parametrize('down', [(None, None), ('embed', 'mlp')])

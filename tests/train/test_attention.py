@@ -76,13 +76,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize('kind, mesh, kv_heads, soft_cap, window, local, segmented', CASES)
-def test_attention_agrees_with_its_definition(
-    kind, mesh, kv_heads, soft_cap, window, local, segmented
-):
-    *arrays, segments = inputs(kv_heads)
+def assert_as_defined(settings, partitioner, specs, length, kv_heads, *rest):
+    """Compares attention on a mesh with its definition on one device."""
+    soft_cap, window, local, segmented = rest
+    *arrays, segments = inputs(kv_heads, length)
     segments = segments if segmented else None
-    settings = AttentionSettings(kind=kind, splash_blocks=BLOCKS, block_queries=100, block_keys=64)
 
     def ours(q, k, v, segments, local):
         local = True if local is None else local
@@ -91,14 +89,19 @@ def test_attention_agrees_with_its_definition(
         )
         return attend(q, k, v, sight=sight, settings=settings)
 
-    rules = [('kv_heads', None), *RULES] if kv_heads < mesh[1] else RULES
-    step = partitioner(*mesh, logical_axis_rules=rules).partition(
-        with_gradients(ours), (P('data'), P('data'), P('data'), P('data'), P('data'), None), None
-    )
-    expected = with_gradients(
-        functools.partial(plain, window=None if local is False else window, soft_cap=soft_cap)
-    )
+    step = partitioner.partition(with_gradients(ours), (*4 * [specs], P('data'), None), None)
+    window = None if local is False else window
+    expected = with_gradients(functools.partial(plain, window=window, soft_cap=soft_cap))
     assert_close(step(*arrays, segments, local), expected(*arrays, segments))
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_attention_agrees_with_its_definition(case):
+    kind, mesh, kv_heads, *rest = case
+    settings = AttentionSettings(kind=kind, splash_blocks=BLOCKS, block_queries=100, block_keys=64)
+    rules = [('kv_heads', None), *RULES] if kv_heads < mesh[1] else RULES
+    on_mesh = partitioner(*mesh, logical_axis_rules=rules)
+    assert_as_defined(settings, on_mesh, P('data'), LENGTH, kv_heads, *rest)
 
 
 REFUSED = [

@@ -6,7 +6,15 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 from small import RULES
-from test_attention import BLOCKS, SCALE, assert_close, inputs, plain, with_gradients
+from test_attention import (
+    BLOCKS,
+    SCALE,
+    assert_as_defined,
+    assert_close,
+    inputs,
+    plain,
+    with_gradients,
+)
 
 from partitioning import MeshConfig, PjitPartitioner
 from train.attention import AttentionSettings, Sight, attend
@@ -34,29 +42,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    'kind, context, axes, length, kv_heads, soft_cap, window, local, segmented', CASES
-)
-def test_attention_over_context_agrees_with_its_definition(
-    kind, context, axes, length, kv_heads, soft_cap, window, local, segmented
-):
-    *arrays, segments = inputs(kv_heads, length)
-    segments = segments if segmented else None
+@pytest.mark.parametrize('case', CASES)
+def test_attention_over_context_agrees_with_its_definition(case):
+    kind, context, axes, *rest = case
     settings = AttentionSettings(kind=kind, splash_blocks=BLOCKS, context=context)
-
-    def ours(q, k, v, segments, local):
-        local = True if local is None else local
-        sight = Sight(
-            window=window, local=local, segments_BL=segments, scale=SCALE, soft_cap=soft_cap
-        )
-        return attend(q, k, v, sight=sight, settings=settings)
-
-    specs = (*4 * [P('data', 'context')], P('data'), None)
-    step = context_partitioner(**axes).partition(with_gradients(ours), specs, None)
-    expected = with_gradients(
-        functools.partial(plain, window=None if local is False else window, soft_cap=soft_cap)
-    )
-    assert_close(step(*arrays, segments, local), expected(*arrays, segments))
+    assert_as_defined(settings, context_partitioner(**axes), P('data', 'context'), *rest)
 
 
 @pytest.mark.parametrize('window, soft_cap', [(None, None), (70, 5.0)])
