@@ -12,13 +12,13 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from meshwright.calls.compiling import Progress
-from meshwright.calls.held import HeldArray
+from meshwright.calls.held import HeldArray, batch_axes
 from meshwright.calls.moving import move_arguments, move_function, move_partitioner
 from meshwright.calls.partitioned import Call
 from meshwright.jaxpr import estimate_memory, lay_out_trace
 from meshwright.report.forecasts import MemoryChange
 from partitioning.hardware import Chip
-from partitioning.rules import as_tuple, boundary_spec, num_shards, sharding_axes
+from partitioning.rules import boundary_spec, num_shards, sharding_axes
 
 _MOST_DOUBLINGS = 6  # of the devices, and halvings of the batch
 
@@ -112,14 +112,9 @@ def list_general_changes(
 
 def _is_sharded(held: Sequence[HeldArray], call: Call) -> bool:
     """Whether the state becomes smaller on more devices along the first axis of the batch."""
-    axes = _batch_axes(call)[:1]
+    axes = batch_axes(call.partitioner)[:1]
     specs = [boundary_spec(array.row.spec) for array in held if array.role != 'batch']
     return any(axis in sharding_axes(entry) for axis in axes for s in specs for entry in s)
-
-
-def _batch_axes(call: Call) -> tuple[str, ...]:
-    spec = call.partitioner.data_partition_spec
-    return as_tuple(spec[0]) if len(spec) else ()
 
 
 def _first_that_fits(
@@ -152,7 +147,7 @@ def _smaller_batches(call: Call, held: Sequence[HeldArray]) -> Iterator[SettingC
         return
     (count,) = rows
     names = {array.row.path.split('/')[0] for array in held if array.role == 'batch'}
-    shards = num_shards(_batch_axes(call), call.partitioner.mesh)
+    shards = num_shards(batch_axes(call.partitioner), call.partitioner.mesh)
     for halvings in range(1, _MOST_DOUBLINGS + 1):
         smaller, rest = divmod(count, 2**halvings)
         if rest or smaller < shards or smaller % shards:
@@ -179,7 +174,7 @@ def _with_rows(call: Call, names: set[str], count: int, smaller: int) -> Call:
 
 def _more_devices(call: Call) -> Iterator[SettingChange]:
     """Meshes with twice as many devices along the first axis of the batch, and so on."""
-    mesh, axes = call.partitioner.mesh, _batch_axes(call)
+    mesh, axes = call.partitioner.mesh, batch_axes(call.partitioner)
     if not axes:
         return
     for doublings in range(1, _MOST_DOUBLINGS + 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,8 +13,8 @@ from jax.sharding import Mesh
 from meshwright.calls.compiling import (
     Program,
     Progress,
-    Stopwatch,
     compile_traced,
+    peak_rss,
     trace,
 )
 from meshwright.calls.held import (
@@ -41,14 +42,7 @@ from meshwright.jaxpr import (
     lay_out_trace,
 )
 from meshwright.program.collectives import Collective
-from meshwright.program.costs import (
-    MemoryUse,
-    ProgramCosts,
-    costs_of_text,
-    mesh_axes,
-    read_memory,
-    read_text,
-)
+from meshwright.program.costs import MemoryUse, ProgramCosts, read_costs, read_text
 from meshwright.program.peak_memory import LiveArray
 from meshwright.report.forecasts import Compilation, Forecast, MemoryForecast, Replicated
 from meshwright.report.plain_values import map_texts
@@ -116,7 +110,7 @@ def forecast(
         the environment, or if that compiler is too new for jaxlib to read its program.
     """
     say = progress or (lambda text: None)
-    watch = Stopwatch()
+    started = time.perf_counter()
     call = Call(partitioner, fn, abstract_args)
     if topology is None:
         target = target_of_mesh(partitioner.mesh)
@@ -154,7 +148,7 @@ def forecast(
             progress=progress,
         )
         result = dataclasses.replace(result, changes=ranked)
-    taken = Compilation(seconds=watch.seconds, peak_rss=watch.peak_rss)
+    taken = Compilation(seconds=time.perf_counter() - started, peak_rss=peak_rss())
     return dataclasses.replace(result, compilation=taken)
 
 
@@ -193,8 +187,10 @@ def _assemble(
     else:
         collectives, buffers = _list_unexplained(costs, estimate)
     if costs is None and work is not None:
-        ordered = sorted(work.collectives, key=lambda c: (-c.total_bytes, c.kind))
-        collectives = tuple((c, None) for c in ordered)
+        collectives = tuple((c, None) for c in work.collectives)
+    collectives = tuple(
+        sorted(collectives, key=lambda c: (-c[0].total_bytes, c[0].kind, c[0].instruction))
+    )
     buffers = map_texts(buffers, shorten_sources)
     memory = _memory(program, target, costs, held, estimate, buffers)
     used = costs.memory if costs else None
@@ -226,12 +222,7 @@ def _read(program: Program, target: Target) -> ProgramCosts | None:
     """The costs of the compiled program, or None if there is no program."""
     if program.compiled is None:
         return None
-    axes = mesh_axes(target.mesh)
-    axes = dataclasses.replace(axes, slices=axes.slices or target.slices)
-    chip = target.chip.name if target.chip else None
-    costs = costs_of_text(read_text(program.compiled), mesh=axes, chip=chip)
-    platform = target.mesh.devices.flat[0].platform
-    return dataclasses.replace(costs, memory=read_memory(program.compiled, platform))
+    return read_costs(program.compiled, target.mesh, target.slices)
 
 
 def _explain(
@@ -257,10 +248,7 @@ def _explain(
     explained = explain_program(
         text, program.traced.jaxpr, costs, mesh=target.mesh, **known, log=log
     )
-    ordered = sorted(
-        explained.collectives, key=lambda c: (-c[0].total_bytes, c[0].kind, c[0].instruction)
-    )
-    return tuple(ordered), explained.buffers
+    return explained.collectives, explained.buffers
 
 
 def _list_unexplained(
@@ -269,9 +257,8 @@ def _list_unexplained(
     """The exchanges and the largest buffers, without causes."""
     if costs is None:
         return (), tuple((array, None) for array in estimate.buffers[:_LARGEST])
-    ordered = sorted(costs.collectives, key=lambda c: (-c.total_bytes, c.kind, c.instruction))
-    largest = sorted(costs.at_peak.arrays, key=lambda array: -array.nbytes)[:_LARGEST]
-    return tuple((c, None) for c in ordered), tuple((array, None) for array in largest)
+    largest = costs.at_peak.arrays[:_LARGEST]
+    return tuple((c, None) for c in costs.collectives), tuple((array, None) for array in largest)
 
 
 def _memory(

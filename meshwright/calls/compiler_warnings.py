@@ -74,15 +74,11 @@ def _sort(line: bytes, original: int, found: list[str]) -> None:
     if (level := _LINE.match(line)) is None:
         os.write(original, line)
     elif level[1] == b'F':
-        _end(_PREFIX.sub('', line.decode(errors='replace').strip()), original)
+        reason = _PREFIX.sub('', line.decode(errors='replace').strip())
+        hint = ': remove them' if 'flag' in reason.lower() else ''
+        os.write(original, f'error: the compiler gave up: {printable(reason)}{hint}\n'.encode())
+        os._exit(2)
     elif level[1] != b'I':
         text = _PREFIX.sub('', line.decode(errors='replace').strip())
         if text and not any(word in line.decode(errors='replace') for word in _NOT_ABOUT_PROGRAMS):
             found.append(text)
-
-
-def _end(reason: str, original: int) -> None:
-    """Ends the process with the reason for which the compiler is about to end it, in one line."""
-    hint = ': remove them' if 'flag' in reason.lower() else ''
-    os.write(original, f'error: the compiler gave up: {printable(reason)}{hint}\n'.encode())
-    os._exit(2)

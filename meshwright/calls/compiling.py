@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import resource
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -60,22 +59,10 @@ def _without_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-class Stopwatch:
-    """The time since it was made, and the memory of the process."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        """The seconds since it was made."""
-        return time.perf_counter() - self._start
-
-    @property
-    def peak_rss(self) -> int:
-        """The most memory that the process had in use, in bytes."""
-        unit = 1 if sys.platform == 'darwin' else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def peak_rss() -> int:
+    """The most memory that the process had in use, in bytes."""
+    unit = 1 if sys.platform == 'darwin' else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def trace(fn: PartitionedLike, args: Sequence[Any]) -> Program:

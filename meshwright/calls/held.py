@@ -65,12 +65,12 @@ def find_held(
     Raises:
       TreeMismatchError: if the arguments do not have the structure of their layouts.
     """
-    dynamic = boundary.dynamic(args)
-    data_axes = _data_axes(partitioner)
-    held: list[HeldArray] = []
-    for argument in dynamic:
-        held += _arrays_of(argument, partitioner, data_axes, boundary.mesh)
-    return tuple(held)
+    data_axes = batch_axes(partitioner)
+    return tuple(
+        array
+        for argument in boundary.dynamic(args)
+        for array in _arrays_of(argument, partitioner, data_axes, boundary.mesh)
+    )
 
 
 def bytes_by_role(held: Sequence[HeldArray]) -> dict[ArgumentRole, int]:
@@ -87,9 +87,13 @@ def free_axes(row: PlanRow, mesh: MeshLike) -> tuple[str, ...]:
 def _arrays_of(
     argument: ArgumentLike, partitioner: PartitionerLike, data_axes: tuple[str, ...], mesh: MeshLike
 ) -> Iterator[HeldArray]:
-    leaves = [(key_names(path), entry, x) for path, entry, x in argument.pairs() if _is_array(x)]
+    leaves = [
+        (key_names(path), entry, x)
+        for path, entry, x in argument.pairs()
+        if hasattr(x, 'shape') or isinstance(x, bool | int | float | complex)
+    ]
     is_batch = _is_batch(argument.name, leaves, data_axes)
-    plan = None if is_batch else _plan_of(argument.value, partitioner)
+    plan = None if is_batch else plan_of(argument.value, partitioner)
     rows = {} if plan is None else {row.path: row for row in plan.rows}
     for path, entry, x in leaves:
         known = rows.get('/'.join(path))
@@ -131,11 +135,7 @@ def _sharding(entry: Any, x: Any) -> Sharding | None:
     return found if isinstance(found, Sharding) else None
 
 
-def _is_array(x: Any) -> bool:
-    return hasattr(x, 'shape') or isinstance(x, bool | int | float | complex)
-
-
-def _plan_of(value: Any, partitioner: PartitionerLike) -> Plan | None:
+def plan_of(value: Any, partitioner: PartitionerLike) -> Plan | None:
     """The plan of an argument that is a state, or None."""
     try:
         plan = partitioner.resolve(value)
@@ -174,7 +174,7 @@ def _first_axes(sharding: Sharding | None) -> tuple[str, ...]:
     return as_tuple(spec[0]) if len(spec) else ()
 
 
-def _data_axes(partitioner: PartitionerLike) -> tuple[str, ...]:
+def batch_axes(partitioner: PartitionerLike) -> tuple[str, ...]:
     """The mesh axes of the batch; empty if the partitioner has none."""
     try:
         spec = partitioner.data_partition_spec

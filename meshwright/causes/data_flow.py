@@ -44,6 +44,8 @@ _MOVES = frozenset(
 )
 _MOVED_BY_CALLS = ('ConcatBitcast', 'Sharding', 'SPMDFullToShardShape', 'SPMDShardToFullShape')
 _EXCHANGES = frozenset(o for o in _MOVES if o.startswith(('all-', 'collective-', 'reduce-scatter')))
+# The attribute with the computation that an instruction runs.
+_BODIES = {'fusion': 'calls', 'while': 'body', 'call': 'to_apply'}
 _LIMIT = 4000  # places that a search looks at
 # In place of an index: the search ends at this instruction.
 _COMPUTES = -1
@@ -84,8 +86,12 @@ class DataFlow:
                 self._places[instruction.name] = Place(instruction, computation)
                 for name in instruction.operands:
                     self._users.setdefault((computation.name, name), []).append(instruction)
-                for called in self._called(instruction):
-                    self._callers.setdefault(called, []).append(Place(instruction, computation))
+                if instruction.opcode not in ('fusion', 'while', 'call', 'async-start'):
+                    continue
+                for attribute in ('calls', 'body', 'to_apply'):
+                    for called in instruction.called(attribute):
+                        place = self._places[instruction.name]
+                        self._callers.setdefault(called, []).append(place)
 
     def place_of(self, name: str) -> Place | None:
         """The instruction of a name."""
@@ -125,15 +131,10 @@ class DataFlow:
             return operands if index is None else [operands[index]] if index < len(operands) else []
         if opcode == 'get-tuple-element':
             return [operands[0]._replace(part=_index_of(instruction))]
-        if opcode == 'fusion':
-            body = self._program.computations[instruction.called('calls')[0]]
-            return [Place(body.root, body, index)]
-        if opcode == 'while':
-            body = self._program.computations[instruction.called('body')[0]]
-            return [operands[0]._replace(part=index), Place(body.root, body, index)]
-        if opcode == 'call':
-            body = self._program.computations[instruction.called('to_apply')[0]]
-            return [Place(body.root, body, index)]
+        if opcode in _BODIES:
+            body = self._body_of(instruction)
+            before = [operands[0]._replace(part=index)] if opcode == 'while' else []
+            return [*before, Place(body.root, body, index)]
         if opcode == 'parameter':
             return self._given(instruction, computation, index)
         if _is_move(instruction) and operands:
@@ -151,7 +152,7 @@ class DataFlow:
         for caller, outside, _ in self._callers.get(computation.name, ()):
             number = int(parameter.literal)
             if caller.opcode == 'while':
-                body = self._program.computations[caller.called('body')[0]]
+                body = self._body_of(caller)
                 found.append(Place(outside.instructions[caller.operands[0]], outside, index))
                 found.append(Place(body.root, body, index))
             elif number < len(caller.operands):
@@ -178,10 +179,9 @@ class DataFlow:
     ) -> list[Place]:
         """Where the result of a computation is, after the instruction that runs it."""
         if caller.opcode == 'while':
-            body = self._program.computations[caller.called('body')[0]]
-            parameters = [i for i in body.instructions.values() if i.opcode == 'parameter']
-            return [Place(caller, outside, index), *(Place(p, body, index) for p in parameters)]
-        return [Place(caller, outside, index)] if _runs(caller) else []
+            return [Place(caller, outside, index), *self._carried(caller, index)]
+        runs = caller.opcode in ('fusion', 'call', 'async-start')
+        return [Place(caller, outside, index)] if runs else []
 
     def _used(
         self, user: Instruction, computation: Computation, name: str, index: int | None
@@ -194,26 +194,19 @@ class DataFlow:
         if user.opcode == 'tuple':
             return [Place(user, computation, n) for n, o in enumerate(user.operands) if o == name]
         if user.opcode == 'while':
-            body = self._program.computations[user.called('body')[0]]
-            parameters = [i for i in body.instructions.values() if i.opcode == 'parameter']
-            return [Place(p, body, index) for p in parameters] + [Place(user, computation, index)]
+            return [*self._carried(user, index), Place(user, computation, index)]
         if user.opcode in ('fusion', 'call'):
-            called = user.called('calls') or user.called('to_apply')
-            body = self._program.computations[called[0]]
-            return [
-                Place(i, body)
-                for i in body.instructions.values()
-                if i.opcode == 'parameter' and int(i.literal) == number
-            ]
-        if _is_move(user):
-            return [Place(user, computation)]
-        return [Place(user, computation, _COMPUTES)]
+            return [p for p in self._carried(user) if int(p.instruction.literal) == number]
+        return [Place(user, computation, None if _is_move(user) else _COMPUTES)]
 
-    @staticmethod
-    def _called(instruction: Instruction) -> Iterator[str]:
-        for attribute in ('calls', 'body', 'to_apply'):
-            if instruction.opcode in ('fusion', 'while', 'call', 'async-start'):
-                yield from instruction.called(attribute)
+    def _carried(self, caller: Instruction, index: int | None = None) -> list[Place]:
+        """The parameters of the computation that an instruction runs."""
+        body = self._body_of(caller)
+        parameters = [i for i in body.instructions.values() if i.opcode == 'parameter']
+        return [Place(parameter, body, index) for parameter in parameters]
+
+    def _body_of(self, caller: Instruction) -> Computation:
+        return self._program.computations[caller.called(_BODIES[caller.opcode])[0]]
 
 
 def is_exchange(instruction: Instruction) -> bool:
@@ -225,10 +218,6 @@ def _is_move(instruction: Instruction) -> bool:
     if instruction.opcode == 'custom-call':
         return any(f'"{name}' in instruction.attributes for name in _MOVED_BY_CALLS)
     return instruction.opcode in _MOVES
-
-
-def _runs(instruction: Instruction) -> bool:
-    return instruction.opcode in ('fusion', 'call', 'async-start')
 
 
 def _index_of(instruction: Instruction) -> int:

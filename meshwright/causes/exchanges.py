@@ -27,11 +27,11 @@ from meshwright.causes.cause import (
     what_is,
 )
 from meshwright.causes.evidence import Evidence
-from meshwright.causes.layouts import Axes, axes_of_row
+from meshwright.causes.layouts import axes_of_row
 from meshwright.causes.possible_changes import PossibleChanges
 from meshwright.causes.value_graph import lacks
 from meshwright.causes.whole_dimensions import written_for, written_otherwise
-from meshwright.jaxpr.values import Dim, Value
+from meshwright.jaxpr.values import Value
 from meshwright.user_lines import user_line
 from partitioning.plan.rows import PlanRow
 
@@ -212,19 +212,13 @@ def _explain_sum(move: Move) -> Cause:
     if name in _OF_TENSORS and not by_rows:
         why += ' (tensor parallelism)'
         return move.cause(why, rule=rule, suspect=False, source=made_at)
-    return move.cause(why, _changes_of_sum(move, summed), rule=rule, source=made_at)
-
-
-def _changes_of_sum(move: Move, summed: Dim | None) -> list[Change]:
-    """What may remove a sum: other code, another layout, or another rule of the dimension."""
-    value, evidence, possible = move.value, move.evidence, move.possible
-    changes: list[Change] = [*written_otherwise(value, evidence.made_at, possible.layouts)]
+    changes: list[Change] = [*written_otherwise(value, made_at, layouts)]
     changes += possible.lay_out(value, evidence.layout)
     if summed is not None and summed.name is None:
         changes += possible.other_layouts(summed.argument)
-    if summed is not None and summed.name and set(summed.axes) & set(evidence.axes):
-        changes += possible.layouts.fewer_axes(summed.name)
-    return changes
+    if summed is not None and summed.name and set(summed.axes) & set(axes):
+        changes += layouts.fewer_axes(summed.name)
+    return move.cause(why, changes, rule=rule, source=made_at)
 
 
 def _explain_gathered_argument(move: Move) -> Cause:
@@ -272,7 +266,9 @@ def _of_a_parameter(move: Move) -> Cause | None:
     if evidence.result is None:
         return move.cause(f'{move.split}, but its array is not', changes)
     wanted = () if row is None else axes_of_row(row)
-    if _is_within(evidence.layout, wanted):
+    if len(evidence.layout) == len(wanted) and all(
+        set(mine) <= set(theirs) for mine, theirs in zip(evidence.layout, wanted, strict=True)
+    ):
         changes.insert(0, LayoutChange(path=path, layout=wanted, result=evidence.result))
     return move.cause(f'{move.split}, but the function returns it in another layout', changes)
 
@@ -292,10 +288,9 @@ def _used_whole(move: Move) -> Cause | None:
 def _multiplied(move: Move) -> Cause | None:
     """The cause for a product with a parameter that has a conflicting layout."""
     evidence, possible = move.evidence, move.possible
-    parameter = _conflicting_parameter(evidence, move.value, possible)
-    if parameter is None:
+    row = _conflicting_parameter(evidence, move.value, possible)
+    if row is None:
         return None
-    row = possible.layouts.rows[parameter.argument]
     why = (
         f'{move.split}, but the dimension of {row.path} that it is multiplied with is not: '
         f'{row.reason}'
@@ -348,34 +343,22 @@ def _needed_otherwise(move: Move) -> Cause:
 
 def _conflicting_parameter(
     evidence: Evidence, value: Value, possible: PossibleChanges
-) -> Value | None:
-    """The parameter in a product with a value, if the layout of their common dimension differs."""
+) -> PlanRow | None:
+    """The parameter in a product with a value, if the layout of their common dimension differs.
+
+    Constraints then shard a dimension of the parameter over mesh axes, and its layout does not.
+    """
+    axes = set(evidence.axes)
     for product in possible.graph.products_of(value):
         for other in product.operands:
             row = possible.layouts.rows.get(other.argument)
-            if (
-                row is not None
-                and row.role == 'parameters'
-                and _conflicts_with_uses(row, evidence.axes, possible)
-            ):
-                return other
+            if row is None or row.role != 'parameters':
+                continue
+            wanted = possible.links.axes_of(row.path, len(row.shape))
+            pairs = zip(wanted, axes_of_row(row), strict=True)
+            if any(set(t) & axes and not set(t) <= set(mine) for t, mine in pairs):
+                return row
     return None
-
-
-def _is_within(layout: Sequence[Axes], wanted: Sequence[Axes]) -> bool:
-    """Whether each dimension is sharded over some or all axes that another layout has for it."""
-    if len(layout) != len(wanted):
-        return False
-    return all(set(mine) <= set(theirs) for mine, theirs in zip(layout, wanted, strict=True))
-
-
-def _conflicts_with_uses(row: PlanRow, axes: Axes, possible: PossibleChanges) -> bool:
-    """Whether constraints shard a dimension of a parameter over mesh axes, and its layout not."""
-    wanted = possible.links.axes_of(row.path, len(row.shape))
-    return any(
-        set(theirs) & set(axes) and not set(theirs) <= set(mine)
-        for theirs, mine in zip(wanted, axes_of_row(row), strict=True)
-    )
 
 
 def _conflicts(evidence: Evidence, value: Value, possible: PossibleChanges) -> Iterator[Value]:

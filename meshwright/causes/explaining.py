@@ -105,7 +105,8 @@ def explain_program(
     traced, possible = list_possible_changes(jaxpr, mesh=mesh, rows=rows, rules=rules)
     layouts = possible.layouts
     matcher = Matcher(program, traced, layouts.sizes)
-    collectives = tuple((c, _explain(c, matcher, possible)) for c in costs.collectives)
+    evidence = ((c, find_evidence(c, matcher, layouts)) for c in costs.collectives)
+    collectives = tuple((c, explain_exchange(e, possible) if e else None) for c, e in evidence)
     exchanges = {c.instruction: cause for c, cause in collectives}
     replicated = [(row, explain_replicated(row, possible)) for row in layouts.rows.values()]
     replicated.sort(key=lambda pair: -pair[0].bytes_per_device)
@@ -139,11 +140,6 @@ def list_possible_changes(
     return traced, PossibleChanges(layouts, ValueGraph(traced), traced.links)
 
 
-def _explain(collective: Collective, matcher: Matcher, possible: PossibleChanges) -> Cause | None:
-    evidence = find_evidence(collective, matcher, possible.layouts)
-    return None if evidence is None else explain_exchange(evidence, possible)
-
-
 def _explain_warnings(
     log: str, program: HloProgram, traced: TracedValues, matcher: Matcher
 ) -> Iterator[tuple[str, Cause | None]]:
@@ -168,19 +164,17 @@ def _explain_warnings(
             if matcher.is_shard(shape, value.shape) and (not line or value.stack[:1] == (line,))
         ]
         near.sort(key=lambda value: value.layout is None)  # constraints come first
-        yield (
-            message,
-            None
-            if not near
-            else Cause(
-                source=user_line(near[0].stack),
-                array=what_is(near[0]),
-                logical_axes=near[0].names,
+        cause = None
+        for value in near[:1]:
+            cause = Cause(
+                source=user_line(value.stack),
+                array=what_is(value),
+                logical_axes=value.names,
                 rule='',
                 why=(
                     f'the compiler has no exchange that leads from {warning["before"]} to '
                     f'{warning["after"]}, so every device makes the array whole and keeps its part'
                 ),
                 suspect=True,
-            ),
-        )
+            )
+        yield message, cause

@@ -71,7 +71,8 @@ def describe_arguments(
     shardings = tree.flatten_up_to(compiled.input_shardings)
     avals = traced.jaxpr.in_avals
     names = getattr(traced.jaxpr.jaxpr.debug_info, 'arg_names', None) or ()
-    paths = [_path(name) for name in names]
+    # The path of state.params['w'] is state/params/w.
+    paths = ['/'.join(re.findall(r'[\w\-]+', name)) or 'argument' for name in names]
     paths += [f'argument_{n}' for n in range(len(paths), len(avals))]
     mesh = next((s.mesh for s in shardings if isinstance(s, NamedSharding)), None)
     if mesh is None or len(shardings) != len(avals):
@@ -279,11 +280,6 @@ def _row(
         for name, entry in zip(names, axes, strict=True)
     ]
     return make_row(path, aval, mesh, dimensions, role)
-
-
-def _path(name: str) -> str:
-    """The path of an argument: "state.params['w']" is state/params/w."""
-    return '/'.join(re.findall(r'[\w\-]+', name)) if name else 'argument'
 
 
 def _role(path: str, aval: Any, donated: bool) -> Role:

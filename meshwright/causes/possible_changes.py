@@ -121,7 +121,8 @@ class PossibleChanges:
             found.append(_constrain(constraint, wanted, replaces=True))
             other = kept not in (wanted, constraint.layout)
             if any(kept) and other and constraint.shape == value.shape:
-                found.append(_constrain(_without_names(constraint), kept, replaces=True))
+                nameless = dataclasses.replace(constraint, dims=(None,) * len(constraint.shape))
+                found.append(_constrain(nameless, kept, replaces=True))
         return found
 
     def misplaced_constraints(self, value: Value, axes: Axes) -> list[Value]:
@@ -367,10 +368,6 @@ def _constrain(value: Value, layout: Sequence[Axes], *, replaces: bool = False) 
         layout=tuple(layout),
         replaces=replaces,
     )
-
-
-def _without_names(value: Value) -> Value:
-    return dataclasses.replace(value, dims=(None,) * len(value.shape))
 
 
 def _kind(row: PlanRow) -> tuple[object, ...]:

@@ -8,16 +8,12 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from meshwright.calls.partitioned import (
-    PartitionedLike,
-    PartitionerLike,
-    PartitionerWithRules,
-    check_partitioned,
-)
+from meshwright.calls.held import plan_of
+from meshwright.calls.partitioned import PartitionedLike, PartitionerWithRules, check_partitioned
 from meshwright.causes.layouts import describe_arguments
 from meshwright.causes.trying import CompiledFunction
 from meshwright.program.costs import read_costs
-from partitioning.plan import Plan, PlanRow
+from partitioning.plan import PlanRow
 from partitioning.rules import LogicalAxisRules, PaddedSpec
 
 
@@ -40,7 +36,7 @@ def compile_partitioned(
     """
     check_partitioned(fn)
     settings = fn.settings.on_any_mesh()
-    plans = [_plan_of(partitioner, arg) for arg in args]
+    plans = [plan_of(arg, partitioner) for arg in args]
     known: list[PlanRow] = [row for plan in plans if plan is not None for row in plan.rows]
 
     def retrace(rules: LogicalAxisRules) -> jax.stages.Traced:
@@ -73,31 +69,18 @@ def compile_partitioned(
     )
 
 
-def _plan_of(partitioner: PartitionerLike, argument: Any) -> Plan | None:
-    """The plan of an argument that is a state, or None."""
-    try:
-        plan = partitioner.resolve(argument)
-    except (ValueError, TypeError):  # an argument whose arrays have no names, such as a batch
-        return None
-    return plan if any(row.role == 'parameters' for row in plan.rows) else None
-
-
 def _replace(resources: Any, changes: Sequence[tuple[Any, Any]]) -> Any:
     """Resources in which trees of specs are replaced by others."""
     for before, after in changes:
-        if _are_equal(resources, before):
+        first: Any = jax.tree.flatten(resources, is_leaf=_is_spec)
+        second: Any = jax.tree.flatten(before, is_leaf=_is_spec)
+        if first[1] == second[1] and first[0] == second[0]:
             return after
     if isinstance(resources, tuple | list) and not isinstance(resources, PartitionSpec):
         return tuple(_replace(resource, changes) for resource in resources)
     if isinstance(resources, dict):
         return {key: _replace(value, changes) for key, value in resources.items()}
     return resources
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    first: Any = jax.tree.flatten(one, is_leaf=_is_spec)
-    second: Any = jax.tree.flatten(other, is_leaf=_is_spec)
-    return first[1] == second[1] and first[0] == second[0]
 
 
 def _is_spec(x: Any) -> bool:

@@ -15,6 +15,7 @@ are the gradients of the results.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -158,7 +159,12 @@ def _apply(
         traced = function.retrace(rules)
         return _compile(dataclasses.replace(function, rules=rules), traced)
     if isinstance(change, ConstraintChange | ConstraintRemoval):
-        edited = _with_constraint(function.traced.jaxpr, change, function.mesh)
+        editor = _Editor(change, function.mesh)
+        edited = function.traced.jaxpr.replace(
+            jaxpr=editor.edit(function.traced.jaxpr.jaxpr, backward=False, caller=())
+        )
+        if not editor.count:
+            raise ValueError(f'no operation of {change.source} matches "{change}"')
         return _compile_flat(function, edited, _layouts_of(function.compiled))
     if isinstance(change, LayoutChange):
         layouts = _with_layout(function, change)
@@ -256,19 +262,6 @@ def _peak(costs: ProgramCosts) -> int:
     return costs.memory.peak if costs.memory is not None else costs.at_peak.nbytes
 
 
-def _with_constraint(jaxpr: Any, change: ConstraintChange | ConstraintRemoval, mesh: Any) -> Any:
-    """A copy of a ClosedJaxpr in which the constraints of one line are changed.
-
-    Raises:
-      ValueError: if no operation of the function matches the change.
-    """
-    editor = _Editor(change, mesh)
-    edited = jaxpr.replace(jaxpr=editor.edit(jaxpr.jaxpr, backward=False, caller=()))
-    if not editor.count:
-        raise ValueError(f'no operation of {change.source} matches "{change}"')
-    return edited
-
-
 class _Editor:
     """Edits the equations of a jaxpr and of all jaxprs inside of it.
 
@@ -287,26 +280,24 @@ class _Editor:
         for equation in jaxpr.eqns:
             is_backward = backward or 'transpose(' in str(equation.source_info.name_stack)
             stack = stack_of_traceback(equation.source_info.traceback) or caller
-            edited = self._edit_bodies(equation, is_backward, stack)
+            edited = equation
+            if bodies_of(equation):
+                edit = functools.partial(self._edit_parameter, backward=is_backward, stack=stack)
+                params = {name: edit(value) for name, value in equation.params.items()}
+                edited = equation.replace(params=params)
             if user_line(stack) != self._change.source:
                 equations.append(edited)
             elif isinstance(self._change, ConstraintRemoval) or self._change.replaces:
-                equations.append(self._replace(edited))
+                result = edited.outvars[0]
+                if edited.primitive.name in CONSTRAINTS and self._is_for(result):
+                    self.count += 1  # a removal leaves all dimensions open
+                    edited = self._constraint(edited, edited.invars[0], result)
+                equations.append(edited)
             elif is_backward:
                 equations += self._constrain_operands(edited)
             else:
                 equations += self._constrain_results(edited)
         return jaxpr.replace(eqns=equations)
-
-    def _edit_bodies(self, equation: Any, backward: bool, stack: tuple[str, ...]) -> Any:
-        """The equation, with the jaxprs in its parameters edited."""
-        if not bodies_of(equation):
-            return equation
-        params = {
-            name: self._edit_parameter(value, backward, stack)
-            for name, value in equation.params.items()
-        }
-        return equation.replace(params=params)
 
     def _edit_parameter(self, value: Any, backward: bool, stack: tuple[str, ...]) -> Any:
         if isinstance(value, tuple | list) and any(hasattr(x, 'eqns') for x in value):
@@ -316,13 +307,6 @@ class _Editor:
         if hasattr(value, 'jaxpr') and value.jaxpr is not value:
             return value.replace(jaxpr=self.edit(value.jaxpr, backward=backward, caller=stack))
         return self.edit(value, backward=backward, caller=stack)
-
-    def _replace(self, equation: Any) -> Any:
-        """Replaces a constraint by the new one. A removal leaves all dimensions open."""
-        if equation.primitive.name not in CONSTRAINTS or not self._is_for(equation.outvars[0]):
-            return equation
-        self.count += 1
-        return self._constraint(equation, equation.invars[0], equation.outvars[0])
 
     def _constrain_results(self, equation: Any) -> Iterator[Any]:
         """Yields an equation of the forward pass, and then constraints on its results."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-import re
 from collections.abc import Mapping, Sequence
 
 from meshwright.causes.data_flow import DataFlow, Place
@@ -68,7 +67,10 @@ class Matcher:
             return []
         if shape is None:
             shape = instruction.outputs[0].shape if instruction.outputs else ()
-        primitives = _primitives(path)
+        # Where XLA has combined operations, the path has several of them at its end.
+        last = path.rpartition(')')[0] if path.endswith(')') and ':' in path else path
+        names = {part.rpartition('/')[2].strip('()') for part in last.split(':')}
+        primitives = {*names, path.rpartition('/')[2]}
         words, backward = words_of(path), is_backward(path)
         best: list[Value] = []
         best_score = 0.0
@@ -138,10 +140,3 @@ def _agreement(stack: Sequence[str], other: Sequence[str]) -> float:
     pairs = list(zip(stack, other, strict=False))
     alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     return alike / len(pairs) if pairs else 0.0
-
-
-def _primitives(path: str) -> set[str]:
-    """The operations at the end of a path, which has several where XLA has combined them."""
-    last = path.rpartition(')')[0] if path.endswith(')') and ':' in path else path
-    names = {part.rpartition('/')[2].strip('()') for part in re.split(r'[:]', last)}
-    return {*names, path.rpartition('/')[2]}

@@ -27,6 +27,8 @@ _FUSED = (
 ) - VIEWS
 # Results that take the place of their first operand.
 IN_PLACE = SCATTERS | {'dynamic_update_slice'}
+# These can compute what they read by themselves.
+_FUSING = _FUSED | REDUCTIONS | PRODUCTS | IN_PLACE
 _SLICES = names_in('slice dynamic_slice')
 # A slice of less than this share of an array is computed at once, to free the array.
 _MUCH_LESS = 4
@@ -83,7 +85,7 @@ class Fusion:
         readers = self._readers[id(value)]
         if maker.name in PRODUCTS and self._fuses_products:
             return not self._continued(value, readers)
-        if maker.name not in _FUSED or not all(map(_fuses, readers)):
+        if maker.name not in _FUSED or not all(reader.name in _FUSING for reader in readers):
             return True
         if maker.name in _SLICES:
             read = sum(root.nbytes for root in self.roots(maker.inputs))
@@ -94,22 +96,17 @@ class Fusion:
         """Whether all that is read of a product is one array that its elements are turned into."""
         if not all(reader.name in ELEMENTWISE for reader in readers):
             return False
-        ends = self._ends(value)
-        return len(ends) == 1 and all(end.shape == value.shape for end in ends.values())
-
-    def _ends(self, value: Value) -> dict[int, Value]:
-        """The arrays in memory that are computed from an array."""
-        found: dict[int, Value] = {}
+        ends: dict[int, Value] = {}
         seen, waiting = {id(value)}, [value]
         while waiting:
             for reader in self._readers[id(waiting.pop())]:
                 for output in reader.outputs:
                     if reader.name not in ELEMENTWISE or self.in_memory(output):
-                        found[id(output)] = output
+                        ends[id(output)] = output
                     elif id(output) not in seen:
                         seen.add(id(output))
                         waiting.append(output)
-        return found
+        return len(ends) == 1 and all(end.shape == value.shape for end in ends.values())
 
     def roots(self, values: Iterable[Value]) -> tuple[Value, ...]:
         """The arrays in memory that are read to compute arrays."""
@@ -123,8 +120,3 @@ class Fusion:
                 self._roots[id(base)] = roots
             found |= {id(root): root for root in roots}
         return tuple(found.values())
-
-
-def _fuses(reader: Step) -> bool:
-    """Whether a step can compute what it reads by itself."""
-    return reader.name in _FUSED | REDUCTIONS | PRODUCTS | IN_PLACE

@@ -67,7 +67,9 @@ class _Run:
         self._made: list[list[Buffer]] = [[] for _ in block.steps]
         self._given = {id(value) for value in block.inputs}
         self._reads = [self._reads_of(step) for step in block.steps]
-        self._last = self._last_reads()
+        self._last: dict[int, int] = {}
+        for time, reads in enumerate([*self._reads, self._fusion.roots(block.outputs)]):
+            self._last.update(dict.fromkeys(map(id, reads), time))
         self._place(results)
 
     def _reads_of(self, step: Step) -> tuple[Value, ...]:
@@ -75,15 +77,6 @@ class _Run:
         if step.name in VIEWS or not any(map(self._fusion.in_memory, step.outputs)):
             return ()
         return self._fusion.roots(step.inputs)
-
-    def _last_reads(self) -> dict[int, int]:
-        last: dict[int, int] = {}
-        for time, reads in enumerate(self._reads):
-            for value in reads:
-                last[id(value)] = time
-        for value in self._fusion.roots(self._block.outputs):
-            last[id(value)] = len(self._reads)
-        return last
 
     def _place(self, results: Sequence[Value | None]) -> None:
         """Decides where each array is: in a new buffer, or in the place of another."""
@@ -99,7 +92,11 @@ class _Run:
                     continue
                 last = self._last.get(id(value), time)
                 if step.name in KINDS:
-                    last = self._after_next_product(last)
+                    # Compilers let exchanges overlap with products, and so neither begin nor free
+                    # what they exchange at the last moment.
+                    steps = self._block.steps
+                    following = range(last + 1, len(steps))
+                    last = next((t for t in following if steps[t].name in PRODUCTS), last)
                 buffer = Buffer(value, step, self._size_of(value), last)
                 place = kept.get(id(value))
                 if place is not None and self._last.get(id(place), -1) <= time:
@@ -111,16 +108,6 @@ class _Run:
                 self._buffers[id(value)] = buffer
                 self._made[time].append(buffer)
 
-    def _after_next_product(self, time: int) -> int:
-        """The next product after a step: what is exchanged is kept while products run on.
-
-        Compilers let exchanges overlap with products, and so neither begin nor free what they
-        exchange at the last moment.
-        """
-        steps = self._block.steps
-        following = range(time + 1, len(steps))
-        return next((t for t in following if steps[t].name in PRODUCTS), time)
-
     def _replaced(self, step: Step, number: int, time: int, new: Buffer) -> Buffer | None:
         """The buffer of an operand that is not read any more, whose place a result can take."""
         candidates: Sequence[Value] = ()
@@ -129,7 +116,8 @@ class _Run:
         elif step.name in ELEMENTWISE:
             candidates = self._reads[time]
         elif step.bodies:
-            loop = [given for given, _ in _outer_carries(step)]
+            consts, carry = loop_counts(step)
+            loop = step.inputs[consts:][:carry]
             candidates = [self._fusion.base(loop[number])] if number < len(loop) else ()
         for value in candidates:
             old = self._buffers.get(id(value))
@@ -154,9 +142,3 @@ class _Run:
             fuses = self._fuses_products
             peaks.append(find_peak(body, self._size_of, places, fuses_products=fuses))
         return max(peaks, key=count_bytes, default=[])
-
-
-def _outer_carries(step: Step) -> list[tuple[Value, Value]]:
-    """What a loop is given to begin with, and what it returns in the end."""
-    consts, carry = loop_counts(step)
-    return list(zip(step.inputs[consts:][:carry], step.outputs[:carry], strict=True))

@@ -12,8 +12,7 @@ from meshwright.jaxpr.live_ranges import Buffer, find_peak
 from meshwright.jaxpr.padding import kernel_ratios, padded_bytes
 from meshwright.jaxpr.tracing import TracedProgram
 from meshwright.jaxpr.values import Block, Value
-from meshwright.live_buffers import count_bytes
-from meshwright.program.peak_memory import LiveArray, without_numbers
+from meshwright.program.peak_memory import LiveArray, join_equal
 from partitioning.hardware import Chip
 
 _SHORT_NAMES = {'float': 'f', 'bfloat': 'bf', 'int': 's', 'uint': 'u', 'bool': 'pred'}
@@ -56,35 +55,43 @@ def estimate_memory(traced: TracedProgram, chip: Chip | None = None) -> MemoryEs
         they write them.
     """
     on_tpu = chip is not None and chip.platform == 'tpu'
-    size_of = _tiled_sizes(traced) if on_tpu else _exact_sizes(traced)
+    size_of = _sizes(traced, on_tpu)
     live = find_peak(traced.block, size_of, _donations(traced), fuses_products=on_tpu)
     arguments = tuple(map(size_of, traced.block.inputs))
-    buffers = _describe(live, traced)
-    kept = find_kept(traced.block, traced.donated, size_of)
+    gradients, activations = find_kept(traced.block, traced.donated, size_of)
+    buffers = join_equal(
+        (
+            LiveArray(
+                array=array_name(buffer.value, traced.axis_sizes),
+                nbytes=buffer.nbytes,
+                count=1,
+                op_name=buffer.maker.op_name if buffer.maker else '',
+                source=buffer.maker.place.source if buffer.maker else '',
+            ),
+            buffer.value,
+        )
+        for buffer in live
+    )
     return MemoryEstimate(
         peak=sum(arguments) + sum(buffer.nbytes for buffer in live),
         arguments=sum(arguments),
         argument_bytes=arguments,
-        gradients=kept.gradients,
-        activations=kept.activations,
+        gradients=gradients,
+        activations=activations,
         buffers=tuple(array for array, _ in buffers),
         values=tuple(value for _, value in buffers),
         unknown=traced.unknown,
     )
 
 
-def _exact_sizes(traced: TracedProgram) -> Callable[[Value], int]:
-    return lambda value: 0 if value.on_host else value.shard_bytes(traced.axis_sizes)
-
-
-def _tiled_sizes(traced: TracedProgram) -> Callable[[Value], int]:
-    """The sizes of arrays in the tiles of TPUs."""
+def _sizes(traced: TracedProgram, on_tpu: bool) -> Callable[[Value], int]:
+    """The sizes of arrays on a device, on TPUs in tiles."""
     sizes = traced.axis_sizes
-    ratios = kernel_ratios(traced.block, sizes)
+    ratios = kernel_ratios(traced.block, sizes) if on_tpu else {}
 
     def size_of(value: Value) -> int:
-        if value.on_host:
-            return 0
+        if value.on_host or not on_tpu:
+            return 0 if value.on_host else value.shard_bytes(sizes)
         if (ratio := ratios.get(id(value))) is not None:
             return math.ceil(value.shard_bytes(sizes) * ratio)
         return padded_bytes(value.shard_shape(sizes), value.dtype)
@@ -107,24 +114,6 @@ def _like(value: Value) -> tuple:
     return value.shape, str(value.dtype), tuple(axes or () for axes in value.axes)
 
 
-def _describe(live: list[Buffer], traced: TracedProgram) -> list[tuple[LiveArray, Value]]:
-    """Adds up the equal buffers, the largest first, each with the value of the first one."""
-    groups: dict[tuple[str, str, str], list[Buffer]] = collections.defaultdict(list)
-    for buffer in live:
-        array, maker = array_name(buffer.value, traced.axis_sizes), buffer.maker
-        name, source = (maker.op_name, maker.place.source) if maker else ('', '')
-        groups[array, without_numbers(name), source].append(buffer)
-    arrays = []
-    for (array, _, source), buffers in groups.items():
-        first = LiveArray(
-            array=array,
-            nbytes=count_bytes(buffers),
-            count=len(buffers),
-            op_name=buffers[0].maker.op_name if buffers[0].maker else '',
-            source=source,
-        )
-        arrays.append((first, buffers[0].value))
-    return sorted(arrays, key=lambda pair: -pair[0].nbytes)
 
 
 def array_name(value: Value, sizes: Mapping[str, int]) -> str:
@@ -134,31 +123,24 @@ def array_name(value: Value, sizes: Mapping[str, int]) -> str:
     return f'{_SHORT_NAMES.get(letters, letters)}{name[len(letters) :]}[{shape}]'
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Kept:
-    """What one pass hands to the next, in bytes on a device.
-
-    Attributes:
-      gradients: what the backward pass hands to the steps after it.
-      activations: what the forward pass keeps for the backward pass, and depends on more than the
-        donated arguments: copies of parameters in another type are not activations.
-    """
-
-    gradients: int
-    activations: int
-
-
-def find_kept(block: Block, donated: Sequence[bool], size_of: Callable[[Value], int]) -> Kept:
-    """Finds what the passes of a function keep for each other.
+def find_kept(
+    block: Block, donated: Sequence[bool], size_of: Callable[[Value], int]
+) -> tuple[int, int]:
+    """Finds what the passes of a function keep for each other, in bytes on a device.
 
     Args:
       block: the steps. jax marks the steps of a backward pass.
       donated: for each input, whether it belongs to the state that the function replaces.
       size_of: the size of an array on a device in bytes.
+
+    Returns:
+      The gradients, which the backward pass hands to the steps after it; and the activations, which
+      the forward pass keeps for the backward pass. Copies of parameters in another type, which only
+      depend on the donated arguments, are not activations.
     """
     fusion, gradients, activations = Fusion(block), dict[int, Value](), dict[int, Value]()
     data = {id(v) for v, is_state in zip(block.inputs, donated, strict=True) if not is_state}
-    inside = Kept(gradients=0, activations=0)
+    inside = 0, 0
     for step in block.steps:
         if any(id(value) in data for value in step.inputs):
             data.update(id(value) for value in step.outputs)
@@ -174,19 +156,14 @@ def find_kept(block: Block, donated: Sequence[bool], size_of: Callable[[Value], 
                 gradients[id(value)] = value
         if not step.place.is_backward:
             for body in step.bodies:  # of microbatches
-                state = [id(value) not in data for value in _given(step.inputs, body)]
-                found = find_kept(body, state, size_of)
-                inside = max(inside, found, key=lambda k: k.activations)
+                given = step.inputs[len(step.inputs) - len(body.inputs) :]  # no index of a `cond`
+                found = find_kept(body, [id(value) not in data for value in given], size_of)
+                inside = max(inside, found, key=lambda kept: kept[1])
     for value in fusion.roots(block.outputs):
         maker = fusion.maker(value)
         if maker is not None and maker.place.is_backward:
             gradients[id(value)] = value
-    return Kept(
-        gradients=sum(map(size_of, gradients.values())) or inside.gradients,
-        activations=sum(map(size_of, activations.values())) + inside.activations,
+    return (
+        sum(map(size_of, gradients.values())) or inside[0],
+        sum(map(size_of, activations.values())) + inside[1],
     )
-
-
-def _given(inputs: Sequence[Value], body: Block) -> Sequence[Value]:
-    """The arrays that a body is given; the first input of a `cond` is its index."""
-    return inputs[len(inputs) - len(body.inputs) :]

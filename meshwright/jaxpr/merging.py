@@ -45,10 +45,16 @@ def _add_before_reducing(block: Block) -> None:
     steps: list[Step] = []
     for step in block.steps:
         reduced = [uses.maker.get(id(value)) for value in step.inputs]
-        if step.name in ('add', 'add_any') and _can_add(step, reduced, uses):
+        if step.name in ('add', 'add_any') and (
+            len({id(r) for r in reduced}) == 2
+            and all(r is not None and r.name == 'all-reduce' for r in reduced)
+            and len({exchange_axes(r) for r in reduced if r is not None}) == 1
+            and all(uses.only_reader(value) is step for value in step.inputs)
+        ):
             first = reduced[0]
             assert first is not None
-            sums, total = _partial_like(step.outputs[0]), step.outputs[0]
+            total = step.outputs[0]
+            sums = dataclasses.replace(total, axes=list(total.axes), fixed=list(total.fixed))
             removed.update(id(r) for r in reduced)
             step.inputs = [r.inputs[0] for r in reduced if r is not None]
             step.outputs = [sums]
@@ -58,19 +64,6 @@ def _add_before_reducing(block: Block) -> None:
         else:
             steps.append(step)
     block.steps = [step for step in steps if id(step) not in removed]
-
-
-def _can_add(step: Step, reduced: list[Step | None], uses: _Uses) -> bool:
-    return (
-        len({id(r) for r in reduced}) == 2
-        and all(r is not None and r.name == 'all-reduce' for r in reduced)
-        and len({exchange_axes(r) for r in reduced if r is not None}) == 1
-        and all(uses.only_reader(value) is step for value in step.inputs)
-    )
-
-
-def _partial_like(value: Value) -> Value:
-    return dataclasses.replace(value, axes=list(value.axes), fixed=list(value.fixed))
 
 
 def _scatter_where_sliced(block: Block) -> None:

@@ -133,14 +133,21 @@ class _Naming:
             # What the body learns about its carry holds for its next iteration.
             for (first, last), before in zip(carries(step), given, strict=True):
                 if not is_last:
-                    _merge(first, last)
+                    first.dims = tuple(a or b for a, b in zip(first.dims, last.dims, strict=True))
+                    first.argument = first.argument if first.argument == last.argument else ''
+                    first.gradient_of = last.gradient_of or first.gradient_of
                 first.copied_from = (*before, last)
         scanned = (tie.outer.dims for tie in ties(step) if tie.stacked and not tie.output)
         leading = next((dims[0] for dims in scanned if dims), None)
         for tie in ties(step):
             if tie.output and tie.stacked:
-                _stack(step, tie.inner, tie.outer, leading)
-                self.values.append(tie.outer)
+                inner, outer = tie.inner, tie.outer
+                _copy(inner, outer)
+                outer.maker, outer.operands, outer.copied_from = step, (inner,), ()
+                outer.place = inner.place if inner.stack else step.place
+                outer.dims = (leading, *inner.dims)
+                outer.layout = None if inner.layout is None else ((), *inner.layout)
+                self.values.append(outer)
             elif tie.output:
                 _copy(tie.inner, tie.outer)
 
@@ -281,19 +288,3 @@ def _copy(source: Value, target: Value, first: int = 0) -> None:
     target.dims, target.contracted = source.dims[first:], source.contracted
     target.layout = None if source.layout is None else source.layout[first:]
     target.copied_from = (source,)
-
-
-def _merge(first: Value, last: Value) -> None:
-    """Describes the carry of a loop by what is known before and after an iteration."""
-    first.dims = tuple(a or b for a, b in zip(first.dims, last.dims, strict=True))
-    first.argument = first.argument if first.argument == last.argument else ''
-    first.gradient_of = last.gradient_of or first.gradient_of
-
-
-def _stack(step: Step, inner: Value, outer: Value, leading: Dim | None) -> None:
-    """Describes what a loop stacks by what it makes in one iteration."""
-    _copy(inner, outer)
-    outer.maker, outer.operands, outer.copied_from = step, (inner,), ()
-    outer.place = inner.place if inner.stack else step.place
-    outer.dims = (leading, *inner.dims)
-    outer.layout = None if inner.layout is None else ((), *inner.layout)

@@ -52,7 +52,8 @@ def remove_unused(block: Block) -> None:
     used = set(map(id, block.outputs))
     kept = []
     for step in reversed(block.steps):
-        if not any(id(output) in used for output in step.outputs) and not _has_effects(step):
+        is_used = any(id(output) in used for output in step.outputs)
+        if not is_used and not getattr(step.place.equation, 'effects', None):
             continue
         if step.name == 'scan':
             _drop_unused_stacks(step, used)
@@ -70,10 +71,6 @@ def _drop_unused_stacks(step: Step, used: set[int]) -> None:
     keep = [i for i, output in enumerate(step.outputs) if i < count or id(output) in used]
     step.outputs = [step.outputs[i] for i in keep]
     body.outputs = [body.outputs[i] for i in keep]
-
-
-def _has_effects(step: Step) -> bool:
-    return bool(getattr(step.place.equation, 'effects', None))
 
 
 class _Writer:
@@ -115,7 +112,9 @@ class _Writer:
 
     def _step(self, equation: Any, given: list[Value], steps: list[Step]) -> list[Value]:
         name, params = equation.primitive.name, equation.params
-        place = self._place_of(equation)
+        own = str(equation.source_info.name_stack)
+        path = '/'.join(filter(None, (self._around.path, own)))
+        place = Place(path, self._around.functions, equation, self._around)
         if name == 'shard_map':
             return self._shard_map(equation, given, steps, place)
         called = params.get('jaxpr', params.get('call_jaxpr', params.get('fun_jaxpr')))
@@ -147,11 +146,6 @@ class _Writer:
         steps.append(Step(name, params, given, outputs, bodies, times, place))
         return outputs
 
-    def _place_of(self, equation: Any) -> Place:
-        own = str(equation.source_info.name_stack)
-        path = '/'.join(filter(None, (self._around.path, own)))
-        return Place(path, self._around.functions, equation, self._around)
-
     def _at(self, place: Place, manual: frozenset[str] = frozenset()) -> _Writer:
         """Writes out what is inside of a call, a loop or a shard_map."""
         return _Writer(self._sizes, self._manual | manual, place)
@@ -167,12 +161,9 @@ class _Writer:
         for value, spec, var in zip(given, params['in_specs'], inner.invars, strict=True):
             whole, local = self._new(var.aval, value.shape), inside._new(var.aval)
             whole.fix(self._border(spec, len(whole.shape), params))
-            steps.append(
-                Step('sharding_constraint', {}, [value], [whole], place=place, is_border=True)
-            )
-            steps.append(
-                Step(TO_LOCAL, {'axes': manual}, [whole], [local], place=place, is_border=True)
-            )
+            stated = Step('sharding_constraint', {}, [value], [whole], place=place, is_border=True)
+            border = Step(TO_LOCAL, {'axes': manual}, [whole], [local], place=place, is_border=True)
+            steps += [stated, border]
             inputs.append(local)
         outputs = []
         results = inside._write(inner, consts, inputs, steps)

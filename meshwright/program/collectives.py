@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from meshwright.program.hlo_text import Computation, HloProgram, Instruction
+from meshwright.program.hlo_text import Computation, HloProgram, Instruction, numbers_in
 from meshwright.program.visits import Visit
 
 # The bytes that a device sends in a ring of n devices, as a multiple of its operand: the share of
@@ -142,11 +142,6 @@ def is_exchange(opcode: str) -> bool:
     return opcode.removesuffix('-start') in _RING
 
 
-def _kind(instruction: Instruction) -> str:
-    """The kind of a collective that starts here; -done and -update belong to a start."""
-    return instruction.opcode.removesuffix('-start')
-
-
 def _chain(instruction: Instruction) -> str:
     """What the parts of an asynchronous collective in several fusions have in common.
 
@@ -174,7 +169,7 @@ def _describe(
         network, names = 'dcn', names[:1]
         axes = tuple(mesh.slices) if mesh else ()
     else:
-        kind, network = _kind(instruction), 'ici'
+        kind, network = instruction.opcode.removesuffix('-start'), 'ici'
         groups = parse_groups(instruction.attributes, program.num_partitions)
         axes, size = mesh.within(groups) if mesh else (), len(groups[0])
         if kind == 'all-reduce' and inside.name.startswith(_REDUCE_SCATTER):
@@ -236,12 +231,12 @@ def parse_groups(attributes: str, num_devices: int) -> Groups:
     if found := _MESH.search(attributes):
         return _groups_of_mesh(*found.groups())
     if found := _IOTA.search(attributes):
-        shape, sizes = _numbers(found[1]), _numbers(found[2])
-        order = _numbers(found[3]) if found[3] else tuple(range(len(sizes)))
+        shape, sizes = numbers_in(found[1]), numbers_in(found[2])
+        order = numbers_in(found[3]) if found[3] else tuple(range(len(sizes)))
         return _rows(np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(shape))
     found = _PAIRS.search(attributes) or _LISTS.search(attributes)
     groups = tuple(
-        _numbers(group) for group in re.findall(r'\{([\d,]*)\}', found[1] if found else '')
+        numbers_in(group) for group in re.findall(r'\{([\d,]*)\}', found[1] if found else '')
     )
     return groups or (tuple(range(num_devices)),)
 
@@ -282,14 +277,10 @@ def _device_ids(text: str | None, count: int) -> Sequence[int]:
     if text is None:
         return range(count)
     if found := re.match(r'\[([\d,]+)\]T\(([\d,]+)\)', text):
-        sizes = _numbers(found[1])
-        ids = np.arange(count).reshape(sizes).transpose(_numbers(found[2])).flatten()
+        sizes = numbers_in(found[1])
+        ids = np.arange(count).reshape(sizes).transpose(numbers_in(found[2])).flatten()
         return [int(n) for n in ids]
-    return _numbers(text)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in re.findall(r'\d+', text))
+    return numbers_in(text)
 
 
 def _rows(groups: np.ndarray) -> Groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
@@ -85,23 +86,25 @@ class ProgramCosts:
         return dict(sorted(table.items(), key=lambda item: -item[1]))
 
 
-def read_costs(compiled: jax.stages.Compiled, mesh: Mesh) -> ProgramCosts:
+def read_costs(
+    compiled: jax.stages.Compiled, mesh: Mesh, slices: Mapping[str, int] | None = None
+) -> ProgramCosts:
     """Reads the costs of a compiled program.
 
     Args:
       compiled: the result of `jitted.lower(...).compile()`, for devices that may not be here.
       mesh: the mesh that it was compiled for.
+      slices: the number of slices along axes that span several, if its devices do not show it.
 
     Raises:
       ValueError: if jaxlib cannot read what a newer compiler has made.
     """
     device = mesh.devices.flat[0]
     chip = chip_of(device.device_kind)
-    memory = read_memory(compiled, device.platform)
-    costs = costs_of_text(
-        read_text(compiled), mesh=mesh_axes(mesh), chip=chip.name if chip else None
-    )
-    return dataclasses.replace(costs, memory=memory)
+    axes = mesh_axes(mesh)
+    axes = dataclasses.replace(axes, slices=axes.slices or slices or {})
+    costs = costs_of_text(read_text(compiled), mesh=axes, chip=chip.name if chip else None)
+    return dataclasses.replace(costs, memory=read_memory(compiled, device.platform))
 
 
 def costs_of_text(
@@ -122,7 +125,7 @@ def costs_of_text(
     operations = find_operations(program, visits)
     cycles = sum(operation.cycles for operation in operations)
     clock = CHIPS[chip].clock_hz if chip else None
-    traffic = find_traffic(program, visits)
+    device_bytes, host_bytes = find_traffic(program, visits)
     return ProgramCosts(
         memory=None,
         at_peak=find_peak(program),
@@ -132,8 +135,8 @@ def costs_of_text(
         operations=operations,
         kernels=find_kernels(program, visits),
         collectives=find_collectives(program, visits, mesh),
-        device_bytes=traffic.device_bytes,
-        host_bytes=traffic.host_bytes,
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
     )
 
 

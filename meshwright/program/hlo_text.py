@@ -227,7 +227,7 @@ def _closing(line: str, opening: int) -> int:
 
 def _parse_arrays(text: str) -> Iterator[ArrayType]:
     for dtype, dimensions, layout in _ARRAY.findall(text):
-        shape = _numbers(dimensions)
+        shape = numbers_in(dimensions)
         space = _SPACE.search(layout)
         padded = _pad(shape, layout)
         yield ArrayType(dtype, shape, padded, int(space[1]) if space else DEVICE_MEMORY)
@@ -239,13 +239,14 @@ def _pad(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
     if order is None or tile is None:
         return shape
     sizes = list(shape)
-    dimensions, tiles = _numbers(order[1]), reversed(_numbers(tile[1]))
+    dimensions, tiles = numbers_in(order[1]), reversed(numbers_in(tile[1]))
     for dimension, length in zip(dimensions, tiles, strict=False):  # the fastest one first
         sizes[dimension] = -(-sizes[dimension] // length) * length
     return tuple(sizes)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def numbers_in(text: str) -> tuple[int, ...]:
+    """The whole numbers in a text: `2,4` or `{2,4}` has 2 and 4."""
     return tuple(int(n) for n in re.findall(r'\d+', text))
 
 

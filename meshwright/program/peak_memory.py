@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from meshwright.live_buffers import buffers_at_peak, count_bytes
 from meshwright.program.hlo_text import (
@@ -85,6 +86,7 @@ class _Buffer:
 
 
 _Leaves = list[_Buffer]
+_Held = TypeVar('_Held')
 
 
 def find_peak(program: HloProgram) -> PeakMemory:
@@ -101,32 +103,38 @@ def find_peak(program: HloProgram) -> PeakMemory:
     for output, number in re.findall(r'\{(\d*)\}: \((\d+)', aliases[1] if aliases else ''):
         results[int(output or 0)] = numbered[int(number)][0]
     live = _Schedule(program, entry, given, results).peak()
-    groups: dict[tuple[str, str, str], list[_Buffer]] = collections.defaultdict(list)
-    for buffer in live:
-        assert buffer.maker is not None
-        source = program.source_of(buffer.maker)
-        groups[str(buffer.array), without_numbers(buffer.maker.op_name), source].append(buffer)
     arrays = [
         LiveArray(
-            array=array,
-            nbytes=sum(buffer.nbytes for buffer in buffers),
-            count=len(buffers),
-            op_name=buffers[0].maker.op_name if buffers[0].maker else '',
-            source=source,
-            instruction=buffers[0].maker.name if buffers[0].maker else '',
+            array=str(buffer.array),
+            nbytes=buffer.nbytes,
+            count=1,
+            op_name=maker.op_name,
+            source=program.source_of(maker),
+            instruction=maker.name,
         )
-        for (array, _, source), buffers in groups.items()
+        for buffer in live
+        if (maker := buffer.maker) is not None
     ]
     in_memory = [a for i in arguments for a in i.outputs if a.memory_space == DEVICE_MEMORY]
-    return PeakMemory(
-        arguments=sum(array.padded_nbytes for array in in_memory),
-        arrays=tuple(sorted(arrays, key=lambda a: -a.nbytes)),
-    )
+    arguments_bytes = sum(array.padded_nbytes for array in in_memory)
+    joined = join_equal((array, None) for array in arrays)
+    return PeakMemory(arguments=arguments_bytes, arrays=tuple(array for array, _ in joined))
 
 
-def without_numbers(op_name: str) -> str:
-    """The path of an operation without numbers of layers: 'layers/*/mlp/dot_general'."""
-    return re.sub(r'\d+(?=/)', '*', op_name)
+def join_equal(found: Iterable[tuple[LiveArray, _Held]]) -> list[tuple[LiveArray, _Held]]:
+    """Joins arrays of one type and line, the largest first, each with what the first one holds.
+
+    The paths of their operations may differ in numbers of layers: 'layers/*/mlp/dot_general'.
+    """
+    groups: dict[tuple[str, str, str], tuple[LiveArray, _Held]] = {}
+    for array, held in found:
+        key = array.array, re.sub(r'\d+(?=/)', '*', array.op_name), array.source
+        if key in groups:
+            one, held = groups[key]
+            nbytes, count = one.nbytes + array.nbytes, one.count + array.count
+            array = dataclasses.replace(one, nbytes=nbytes, count=count)
+        groups[key] = array, held
+    return sorted(groups.values(), key=lambda pair: -pair[0].nbytes)
 
 
 class _Schedule:
@@ -202,15 +210,14 @@ class _Schedule:
 
     def _inner_peak(self, instruction: Instruction) -> list[_Buffer]:
         """The buffers at the peak of the loop or call that an instruction runs."""
-        names = instruction.called(_RUNNING[instruction.opcode])
-        peaks = [self._peak_of(self._program.computations[n], instruction) for n in names]
+        peaks = []
+        for name in instruction.called(_RUNNING[instruction.opcode]):
+            inside = self._program.computations[name]
+            parameters = [i for i in inside.instructions.values() if i.opcode == 'parameter']
+            given = {i.name: [_Buffer(array, None) for array in i.outputs] for i in parameters}
+            results = dict(enumerate(_Buffer(array, None) for array in instruction.outputs))
+            peaks.append(_Schedule(self._program, inside, given, results).peak())
         return max(peaks, key=count_bytes, default=[])
-
-    def _peak_of(self, computation: Computation, caller: Instruction) -> list[_Buffer]:
-        parameters = [i for i in computation.instructions.values() if i.opcode == 'parameter']
-        given = {i.name: [_Buffer(array, None) for array in i.outputs] for i in parameters}
-        results = dict(enumerate(_Buffer(array, None) for array in caller.outputs))
-        return _Schedule(self._program, computation, given, results).peak()
 
 
 def _shared(instruction: Instruction, operands: Sequence[_Leaves]) -> list[_Buffer | None]:

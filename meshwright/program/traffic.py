@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from meshwright.program.collectives import is_exchange
 from meshwright.program.hlo_text import (
@@ -39,21 +38,8 @@ _PRODUCTS = {'convolution', 'dot'}
 _PARTIAL_READS = ('dynamic-slice', 'gather', 'slice')
 
 
-class Traffic(NamedTuple):
-    """What a program moves in one call, in bytes.
-
-    Attributes:
-      device_bytes: what operations other than matrix products, kernels and exchanges read and
-        write in the memory of the device.
-      host_bytes: what is copied between the memories of the device and of the host.
-    """
-
-    device_bytes: float
-    host_bytes: float
-
-
-def find_traffic(program: HloProgram, visits: list[Visit]) -> Traffic:
-    """Adds up what the operations of a program move.
+def find_traffic(program: HloProgram, visits: list[Visit]) -> tuple[float, float]:
+    """Adds up what the operations of a program move in the device, and to and from the host.
 
     An operation reads and writes each of its arrays once, and of those that it cuts a slice from,
     or changes in a slice, only the slice.
@@ -61,6 +47,10 @@ def find_traffic(program: HloProgram, visits: list[Visit]) -> Traffic:
     Args:
       program: the program.
       visits: what it runs, from `visit_program`.
+
+    Returns:
+      The bytes that operations other than matrix products, kernels and exchanges read and write in
+      the memory of the device, and the bytes that are copied between its memory and the host's.
     """
     device = host = 0.0
     for instruction, computation, times in visits:
@@ -71,7 +61,7 @@ def find_traffic(program: HloProgram, visits: list[Visit]) -> Traffic:
             host += copied * times
         elif not opcode.endswith('-start') and not _is_counted_elsewhere(program, instruction):
             device += sum(_moved(program, instruction, computation)) * times
-    return Traffic(device, host)
+    return device, host
 
 
 def _is_counted_elsewhere(program: HloProgram, instruction: Instruction) -> bool:

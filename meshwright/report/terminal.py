@@ -90,18 +90,14 @@ def _section(title: str, lines: Sequence[str], where: str, width: int) -> Iterat
     if lines:
         rest = len(lines) - _LISTED
         shown = [*lines[:_LISTED], *([f'and {rest} more'] if rest > 0 else [])]
-        yield '\n'.join([title + where, *(_wrapped(line, width) for line in shown)])
-
-
-def _wrapped(line: str, width: int) -> str:
-    return textwrap.fill(
-        line,
-        width=width,
-        initial_indent='  ',
-        subsequent_indent='      ',
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+        wrapper = textwrap.TextWrapper(
+            width=width,
+            initial_indent='  ',
+            subsequent_indent='      ',
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        yield '\n'.join([title + where, *map(wrapper.fill, shown)])
 
 
 def _replicated(forecast: Forecast) -> Iterator[str]:

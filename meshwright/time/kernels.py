@@ -149,7 +149,16 @@ def _work_of(step: Step, arguments: Sequence[Any]) -> KernelWork:
         flops = count_jaxpr_flops(step.params['jaxpr']) * count_runs(step.place.equation)
         flops *= _share_of_blocks(name, arguments)
     else:
-        flops = _attention_flops(step)
+        query, key = (value.shape for value in step.inputs[:2])
+        length = 2 if step.params.get('layout') == _HEADS_FIRST else 1
+        batch, heads, queries, keys = query[0], query[3 - length], query[length], key[length]
+        size, seen = query[3], float(keys)
+        if 'CAUSAL' in str(step.params.get('mask_type')):
+            seen = keys / 2
+        if window := step.params.get('sliding_window_length') or 0:
+            seen = min(seen, window)
+        products = _BACKWARD if '_bwd' in step.name else _FORWARD
+        flops = products * 2.0 * batch * heads * queries * seen * size
     nbytes = sum(value.nbytes for value in (*step.inputs, *step.outputs))
     is_backward = step.place.is_backward or RECOMPUTED in step.place.path
     return KernelWork(
@@ -179,20 +188,6 @@ def _share_of_blocks(name: str, arguments: Sequence[Any]) -> float:
     if arguments[1] is None:
         return _SHARE_OF_UNKNOWN_MASKS
     return float(np.mean(np.asarray(arguments[1]) != 0))
-
-
-def _attention_flops(step: Step) -> float:
-    """The FLOPs of attention by cuDNN, forward or backward."""
-    query, key = (value.shape for value in step.inputs[:2])
-    length = 2 if step.params.get('layout') == _HEADS_FIRST else 1
-    batch, heads, queries, keys = query[0], query[3 - length], query[length], key[length]
-    size, seen = query[3], float(keys)
-    if 'CAUSAL' in str(step.params.get('mask_type')):
-        seen = keys / 2
-    if window := step.params.get('sliding_window_length') or 0:
-        seen = min(seen, window)
-    products = _BACKWARD if '_bwd' in step.name else _FORWARD
-    return products * 2.0 * batch * heads * queries * seen * size
 
 
 _LARGEST = 2**20  # elements; larger results are not computed

@@ -66,11 +66,6 @@ class Links:
     dimensions: tuple[Dimension, ...] = ()
 
     @property
-    def per_granule(self) -> int:
-        """The number of devices of the group in one slice or NVLink domain."""
-        return self.size // self.granules
-
-    @property
     def lanes(self) -> float:
         """The links over which a chip receives data at the same time, over all dimensions."""
         return sum(dimension.lanes for dimension in self.dimensions)
@@ -131,10 +126,6 @@ class Machine:
             cores=max(1, len(places) // granules // len(mine)),
             dimensions=self._dimensions(mine),
         )
-
-    def links_of_size(self, size: int) -> Links:
-        """The links of a group whose axes are not known: a line of devices."""
-        return Links(size=size, dimensions=(Dimension(size, closed=False),))
 
     def _dimensions(self, chips: np.ndarray) -> tuple[Dimension, ...]:
         """The parts of the torus that chips take, of shape `(chips, 3)`."""

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 
 from meshwright.program.collectives import Collective
-from meshwright.time.links import Links, Machine
+from meshwright.time.links import Dimension, Links, Machine
 from meshwright.time.work import Work
 from partitioning.hardware import CHIPS, Chip
 
@@ -65,22 +65,6 @@ def find_loads(work: Work, machine: Machine) -> Loads:
     """Returns how long the work of a step would take on a machine at peak rates."""
     chip = CHIPS[work.chip]
     peak, bandwidth = chip.peak_flops_per_device, chip.hbm_bandwidth / chip.devices
-    return Loads(
-        chip=work.chip,
-        products=work.matmul_flops / peak,
-        estimated_products=work.matmul_seconds,
-        memory=work.other_bytes / bandwidth,
-        estimated_others=work.other_seconds,
-        kernels=sum(kernel.flops for kernel in work.kernels) / peak,
-        kernel_memory=sum(kernel.nbytes for kernel in work.kernels) / bandwidth,
-        exchanges=_group_exchanges(work, machine),
-        host_bytes=work.host_bytes,
-        num_granules=machine.num_granules,
-        num_processes=machine.num_processes,
-    )
-
-
-def _group_exchanges(work: Work, machine: Machine) -> tuple[ExchangeLoad, ...]:
     on_tpus = machine.chip.platform == 'tpu'
     fast, between = ('ICI', 'DCN') if on_tpus else ('NVLink', 'network')
     seconds: dict[tuple[str, bool], float] = collections.defaultdict(float)
@@ -97,11 +81,23 @@ def _group_exchanges(work: Work, machine: Machine) -> tuple[ExchangeLoad, ...]:
         seconds[key] += once * collective.count
         counts[key] += collective.count
         hops[key] += links.hops * collective.count
-    return tuple(
-        ExchangeLoad(
-            name=key[0], slow=key[1], seconds=seconds[key], count=counts[key], hops=hops[key]
-        )
-        for key in seconds
+    return Loads(
+        chip=work.chip,
+        products=work.matmul_flops / peak,
+        estimated_products=work.matmul_seconds,
+        memory=work.other_bytes / bandwidth,
+        estimated_others=work.other_seconds,
+        kernels=sum(kernel.flops for kernel in work.kernels) / peak,
+        kernel_memory=sum(kernel.nbytes for kernel in work.kernels) / bandwidth,
+        exchanges=tuple(
+            ExchangeLoad(
+                name=key[0], slow=key[1], seconds=seconds[key], count=counts[key], hops=hops[key]
+            )
+            for key in seconds
+        ),
+        host_bytes=work.host_bytes,
+        num_granules=machine.num_granules,
+        num_processes=machine.num_processes,
     )
 
 
@@ -122,7 +118,9 @@ def links_of(collective: Collective, machine: Machine) -> Links:
         links = machine.links_along(collective.axes)
         if links.size == collective.group_size or collective.kind == 'collective-permute':
             return links
-    return machine.links_of_size(collective.group_size)
+    # Where the axes are not known, the devices count as a line.
+    line = Dimension(collective.group_size, closed=False)
+    return Links(size=collective.group_size, dimensions=(line,))
 
 
 def time_exchange(
@@ -152,7 +150,8 @@ def time_exchange(
         if links.granules > 1:
             # The ring passes through a host once per GPU of the group, over different adapters.
             alone = collective.kind in (*_EVERYONE_TO_EVERYONE, 'collective-permute')
-            seconds = max(seconds, sent / (share * (1 if alone else links.per_granule)))
+            adapters = 1 if alone else links.size // links.granules
+            seconds = max(seconds, sent / (share * adapters))
         return seconds / efficiency
     link = chip.ici_link_bandwidth * efficiency
     if not links.dimensions:  # the cores of one chip exchange data in its memory

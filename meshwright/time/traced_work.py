@@ -13,6 +13,8 @@ from meshwright.time.work import KernelWork, Work
 from partitioning.hardware import Chip
 from partitioning.products.flops import PRODUCTS, product_flops
 
+# Steps that are counted elsewhere, or do not touch the memory.
+_NOT_MOVING = VIEWS | {*KINDS, 'pallas_call', 'iota', SLICE}
 _PARTIAL_READS = ('slice', 'dynamic_slice', 'gather')
 
 
@@ -59,8 +61,10 @@ class _Count:
             if step.name in PRODUCTS:
                 self.flops += times * self._flops(step)
             elif step.name == 'device_put':
-                self.host_bytes += times * self._host_bytes(step)
-            elif not step.bodies and not _moves_nothing(step):
+                result = step.outputs[0]
+                if step.inputs[0].on_host != result.on_host:
+                    self.host_bytes += times * self._bytes(result)
+            elif not step.bodies and step.name not in _NOT_MOVING:
                 self.other_bytes += times * self._moved(step, fusion)
 
     def _bytes(self, value: Value) -> int:
@@ -70,10 +74,6 @@ class _Count:
         arrays = *step.inputs[:2], step.outputs[0]
         shapes = (value.shard_shape(self._sizes) for value in arrays)
         return product_flops(step.name, step.params, *shapes)
-
-    def _host_bytes(self, step: Step) -> float:
-        given, result = step.inputs[0], step.outputs[0]
-        return self._bytes(result) if given.on_host != result.on_host else 0
 
     def _moved(self, step: Step, fusion: Fusion) -> float:
         """The bytes that a step reads and writes with everything that is fused with it."""
@@ -101,8 +101,3 @@ class _Count:
                     found |= self._reads(maker, fusion)
         self._read[id(step)] = found
         return found
-
-
-def _moves_nothing(step: Step) -> bool:
-    """Whether a step is counted elsewhere, or does not touch the memory."""
-    return step.name in VIEWS or step.name in KINDS or step.name in ('pallas_call', 'iota', SLICE)

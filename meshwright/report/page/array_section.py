@@ -40,12 +40,7 @@ def show_arrays(forecast: Forecast, name: str) -> Html | None:
     words = f'{count(len(forecast.arrays), "array")}, {held} per device.'
     caption = 'arrays of the arguments, with their layouts'
     rows = [_array(row) for row in forecast.arrays]
-    return tag(
-        'section',
-        tag('h3', 'Arrays'),
-        tag('p', words, class_='words'),
-        sortable_table(name, caption, _ARRAYS, rows),
-    )
+    return _section('Arrays', words, sortable_table(name, caption, _ARRAYS, rows))
 
 
 def show_replicated(forecast: Forecast, name: str) -> Html | None:
@@ -64,12 +59,7 @@ def show_replicated(forecast: Forecast, name: str) -> Html | None:
     held = bytes_str(sum(array.nbytes for array in forecast.replicated))
     words = f'{count(len(rows), "array")}, {held} per device.'
     caption = 'arrays that several devices hold in full'
-    return tag(
-        'section',
-        tag('h3', 'Replicated'),
-        tag('p', words, class_='words'),
-        sortable_table(name, caption, _REPLICATED, rows),
-    )
+    return _section('Replicated', words, sortable_table(name, caption, _REPLICATED, rows))
 
 
 def show_buffers(forecast: Forecast, name: str) -> Html | None:
@@ -88,12 +78,12 @@ def show_buffers(forecast: Forecast, name: str) -> Html | None:
     caption = 'the largest arrays in memory at the peak, besides the arguments'
     by_formula = forecast.memory.buffers_from == 'jaxpr'
     origin = 'By formula, from the traced function.' if by_formula else 'From the compiled program.'
-    return tag(
-        'section',
-        tag('h3', 'Largest buffers at the peak'),
-        tag('p', origin, class_='words'),
-        sortable_table(name, caption, _BUFFERS, rows),
-    )
+    table = sortable_table(name, caption, _BUFFERS, rows)
+    return _section('Largest buffers at the peak', origin, table)
+
+
+def _section(title: str, words: str, table: Html) -> Html:
+    return tag('section', tag('h3', title), tag('p', words, class_='words'), table)
 
 
 def _array(row: PlanRow) -> list[Cell]:

@@ -41,7 +41,17 @@ def stacked_bar(parts: Sequence[Part], whole: float, label: str, *marks: Html) -
             tag('rect', title, x=start, y=0, width=size, height=28, class_=f'c{part.color}')
         )
         start += size
-    return _svg(label, tag('rect', x=0, y=0, width=WIDTH, height=28, class_='track'), drawn, marks)
+    return tag(
+        'svg',
+        tag('rect', x=0, y=0, width=WIDTH, height=28, class_='track'),
+        drawn,
+        marks,
+        viewbox=f'0 -4 {WIDTH:g} 36',
+        preserveaspectratio='none',
+        class_='bar',
+        role='img',
+        aria_label=label,
+    )
 
 
 def lens(share: float) -> Html:
@@ -91,15 +101,3 @@ def legend(parts: Sequence[Part]) -> Html:
 def color_of(number: int) -> int:
     """The color of the part with this number; more parts than colors share the last one."""
     return min(number, _COLORS - 1)
-
-
-def _svg(label: str, *content: Child) -> Html:
-    return tag(
-        'svg',
-        *content,
-        viewbox=f'0 -4 {WIDTH:g} 36',
-        preserveaspectratio='none',
-        class_='bar',
-        role='img',
-        aria_label=label,
-    )

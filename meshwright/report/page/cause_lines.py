@@ -26,21 +26,16 @@ def cause_markup(cause: Cause | None, source: str, op_name: str) -> Html:
     axes = ', '.join('None' if name is None else name for name in cause.logical_axes)
     array = f'{cause.array} ({axes})' if axes else cause.array
     line, separator = cause.source or source, ' · '
+    tried = tag('span', _CONFIRMED[cause.confirmed], class_='tried')
+    change = tag('small', 'change: ', _code(cause.change), ' ', tried, class_='change')
     return join(
         [
             cause.why,
             tag('small', _code(line), separator if line and array else None, _code(array)),
             tag('small', 'rule ', _code(cause.rule)) if cause.rule else None,
-            _change(cause),
+            change if cause.change else None,
         ]
     )
-
-
-def _change(cause: Cause) -> Html | None:
-    if not cause.change:
-        return None
-    tried = tag('span', _CONFIRMED[cause.confirmed], class_='tried')
-    return tag('small', 'change: ', _code(cause.change), ' ', tried, class_='change')
 
 
 def _code(text: str) -> Html | None:

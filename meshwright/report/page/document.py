@@ -56,27 +56,37 @@ def render_page(forecasts: Forecast | Sequence[Forecast]) -> str:
         tag('footer', tag('p', 'All figures are per device and call, unless they say otherwise.')),
         tag('script', Html(_read('page.js'))),
     )
-    head = _head(f'Forecast of {functions} on {machines}')
-    return f'<!doctype html>\n{tag("html", head, body, lang="en")}\n'
-
-
-def _head(title: str) -> Html:
     style, script = _read('page.css'), _read('page.js')
     # Nothing is loaded, and no script but this one runs, whatever the names of arrays contain.
     policy = f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'"
-    return tag(
+    head = tag(
         'head',
         tag('meta', charset='utf-8'),
         tag('meta', http_equiv='Content-Security-Policy', content=policy),
         tag('meta', name='viewport', content='width=device-width, initial-scale=1'),
         tag('meta', name='color-scheme', content='light dark'),
-        tag('title', title),
+        tag('title', f'Forecast of {functions} on {machines}'),
         tag('style', Html(style)),
     )
+    return f'<!doctype html>\n{tag("html", head, body, lang="en")}\n'
 
 
 def _machine(forecast: Forecast, name: str) -> Html:
     """One forecast; `name` is its id, with which the names of its tables begin."""
+    made = forecast.compilation
+    took = (
+        f'Tracing and compiling took {seconds_str(made.seconds)}; the process used '
+        f'{bytes_str(made.peak_rss)} at most.'
+    )
+    source = f'Figures from: {forecast.back_end_version}.' if forecast.back_end_version else None
+    listed = [tag('li', note) for note in (*forecast.notes, source, took) if note]
+    heading = tag('h3', 'What is exact, and what is not')
+    warnings = tag(
+        'section',
+        tag('h3', 'Warnings of the compiler'),
+        tag('ul', *(tag('li', warning) for warning in forecast.warnings)),
+        class_='warnings',
+    )
     return tag(
         'article',
         tag(
@@ -86,7 +96,7 @@ def _machine(forecast: Forecast, name: str) -> Html:
             verdict(forecast),
         ),
         tiles(forecast),
-        _warnings(forecast),
+        warnings if forecast.warnings else None,
         show_memory(forecast),
         show_time(forecast),
         show_machine(forecast, f'{name}-mesh'),
@@ -94,30 +104,10 @@ def _machine(forecast: Forecast, name: str) -> Html:
         show_buffers(forecast, f'{name}-buffers'),
         show_arrays(forecast, f'{name}-arrays'),
         show_replicated(forecast, f'{name}-replicated'),
-        _notes(forecast),
+        tag('section', heading, tag('ul', *listed), class_='notes'),
         id=name,
         data_title=machine_name(forecast),
     )
-
-
-def _warnings(forecast: Forecast) -> Html | None:
-    if not forecast.warnings:
-        return None
-    listed = [tag('li', warning) for warning in forecast.warnings]
-    heading = tag('h3', 'Warnings of the compiler')
-    return tag('section', heading, tag('ul', *listed), class_='warnings')
-
-
-def _notes(forecast: Forecast) -> Html:
-    made = forecast.compilation
-    took = (
-        f'Tracing and compiling took {seconds_str(made.seconds)}; the process used '
-        f'{bytes_str(made.peak_rss)} at most.'
-    )
-    source = f'Figures from: {forecast.back_end_version}.' if forecast.back_end_version else None
-    listed = [tag('li', note) for note in (*forecast.notes, source, took) if note]
-    heading = tag('h3', 'What is exact, and what is not')
-    return tag('section', heading, tag('ul', *listed), class_='notes')
 
 
 def _read(name: str) -> str:

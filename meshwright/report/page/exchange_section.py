@@ -24,6 +24,7 @@ _COLUMNS = (
     Column(key='cause', title='where it comes from', wide=True),
 )
 _SMALL = 0.001  # smaller shares of the largest axis have no bar
+_LONGEST = 120  # characters of the names of arrays
 
 _Exchange = tuple[Collective, Cause | None]
 
@@ -99,23 +100,20 @@ def _row(forecast: Forecast, group: Sequence[_Exchange]) -> list[Cell]:
     sent = sum(c.total_bytes for c, _ in group)
     times = sum(c.count for c, _ in group)
     arrays = ', '.join(dict.fromkeys(array for c, _ in group for array in c.arrays))
+    shown = arrays if len(arrays) <= _LONGEST else f'{arrays[: _LONGEST - 1]}…'
     network = network_name(forecast, collective.network, collective.axes)
     within = f'{network}, {collective.group_size} each'
     hidden = 'asynchronous' if collective.asynchronous else 'synchronous'
     if forecast.back_end == 'none':
         hidden = '-'  # only a compiler decides it
     return [
-        Cell(content=[tag('b', collective.kind), tag('small', _shortened(arrays), class_='code')]),
+        Cell(content=[tag('b', collective.kind), tag('small', shown, class_='code')]),
         Cell(content=[_axes(collective.axes), tag('small', within, class_='short')]),
         Cell(content=bytes_str(sent), value=sent),
         Cell(content=f'{times:,}', value=times),
         Cell(content=hidden),
         Cell(content=cause_markup(cause, collective.source, collective.op_name)),
     ]
-
-
-def _shortened(text: str, most: int = 120) -> str:
-    return text if len(text) <= most else f'{text[: most - 1]}…'
 
 
 def _axes(axes: Sequence[str]) -> str:

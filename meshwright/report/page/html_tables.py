@@ -63,9 +63,17 @@ def sortable_table(
         )
         for column in columns
     ]
+    count = f'{len(rows):,}'
     return tag(
         'div',
-        _filter(name, caption, len(rows)),
+        tag(
+            'p',
+            tag('input', type='search', placeholder='Filter', aria_label=f'Filter: {caption}'),
+            tag('span', f'{count} of {count}', class_='shown', role='status'),
+            class_='filter',
+            hidden=True,  # until the script runs
+            data_few=len(rows) <= _FEW,
+        ),
         tag(
             'table',
             tag('caption', caption, class_='hidden'),
@@ -95,17 +103,6 @@ def plain_table(head: Sequence[str], rows: Sequence[Sequence[Child]]) -> Html:
         ),
         class_='plain',
         tabindex='0',
-    )
-
-
-def _filter(name: str, caption: str, count: int) -> Html:
-    return tag(
-        'p',
-        tag('input', type='search', placeholder='Filter', aria_label=f'Filter: {caption}'),
-        tag('span', f'{count:,} of {count:,}', class_='shown', role='status'),
-        class_='filter',
-        hidden=True,  # until the script runs
-        data_few=count <= _FEW,
     )
 
 

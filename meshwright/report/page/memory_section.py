@@ -10,16 +10,22 @@ from meshwright.report.page.markup import Html, tag
 from partitioning.amounts import bytes_str, share_str
 
 _PARAMETERS, _OPTIMIZER, _BATCH, _OTHER, _GRADIENTS, _ACTIVATIONS, _TEMPORARIES = range(7)
-# From this share of the limit on, the parts can be read in the bar of the limit itself.
-_LARGE = 0.7
 
 
 def show_memory(forecast: Forecast) -> Html:
     """Returns the bars of the memory, against the limit of the chip."""
     memory = forecast.memory
     compiled = forecast.back_end != 'none'
-    parts = _at_peak(memory, compiled)
-    blocks = [_against_limit(memory), _zoom(memory, parts), legend(parts)]
+    parts = _by_formula(memory)
+    if compiled:
+        rest = max(memory.peak - memory.arguments, 0)
+        parts = _arguments(memory) + _parts(('temporaries at the peak', rest, _TEMPORARIES))
+    bar = stacked_bar(parts, max(sum(p.size for p in parts), 1), 'what fills the memory')
+    blocks = [
+        tag('div', tag('p', _words(memory), class_='words'), meter(memory)),
+        tag('div', lens(memory.peak / max(memory.limit or 0, memory.peak, 1)), bar),
+        legend(parts),
+    ]
     if compiled:
         formula = _by_formula(memory)
         whole = max(memory.analytic_peak, sum(part.size for part in formula), 1)
@@ -33,23 +39,20 @@ def show_memory(forecast: Forecast) -> Html:
             legend(formula),
         ]
     if forecast.changes:
-        blocks.append(_changes(forecast))
-    return tag('section', tag('h3', 'Memory of a device'), *blocks, class_='memory')
-
-
-def _changes(forecast: Forecast) -> Html:
-    """The settings with which less memory is needed."""
-    rows = [
-        (
-            tag('code', change.setting),
-            bytes_str(change.peak),
-            verdict(change.fits),
-            'compiler' if change.peak_from == 'compiler' else 'formula',
+        rows = [
+            (
+                tag('code', change.setting),
+                bytes_str(change.peak),
+                verdict(change.fits),
+                'compiler' if change.peak_from == 'compiler' else 'formula',
+            )
+            for change in forecast.changes
+        ]
+        heading = tag('h4', 'Settings that need less')
+        blocks.append(
+            tag('div', heading, plain_table(('setting', 'peak', '', 'figure from'), rows))
         )
-        for change in forecast.changes
-    ]
-    heading = tag('h4', 'Settings that need less')
-    return tag('div', heading, plain_table(('setting', 'peak', '', 'figure from'), rows))
+    return tag('section', tag('h3', 'Memory of a device'), *blocks, class_='memory')
 
 
 def meter(memory: MemoryForecast) -> Html:
@@ -57,18 +60,11 @@ def meter(memory: MemoryForecast) -> Html:
     whole = max(memory.limit or 0, memory.peak, 1)
     color = 'full' if memory.fits is False else 'used'
     used = Part(name='peak', size=memory.peak, figure=bytes_str(memory.peak), color=0)
-    marks = [] if memory.limit is None else [_limit(memory, whole)]
+    marks = []
+    if memory.limit is not None:
+        limit = f'limit: {bytes_str(memory.limit)}'
+        marks.append(mark(memory.limit / whole, 'limit', limit))
     return tag('div', stacked_bar([used], whole, _words(memory), *marks), class_=f'meter {color}')
-
-
-def _against_limit(memory: MemoryForecast) -> Html:
-    return tag('div', tag('p', _words(memory), class_='words'), meter(memory))
-
-
-def _zoom(memory: MemoryForecast, parts: list[Part]) -> Html:
-    whole = max(memory.limit or 0, memory.peak, 1)
-    bar = stacked_bar(parts, max(sum(p.size for p in parts), 1), 'what fills the memory')
-    return tag('div', lens(memory.peak / whole), bar)
 
 
 def _words(memory: MemoryForecast) -> str:
@@ -80,11 +76,6 @@ def _words(memory: MemoryForecast) -> str:
     return f'{bytes_str(memory.peak)} of {bytes_str(memory.limit)} at the peak ({share}), {left}'
 
 
-def _limit(memory: MemoryForecast, whole: float) -> Html:
-    assert memory.limit is not None
-    return mark(memory.limit / whole, 'limit', f'limit: {bytes_str(memory.limit)}')
-
-
 def _arguments(memory: MemoryForecast) -> list[Part]:
     return _parts(
         ('parameters', memory.parameters, _PARAMETERS),
@@ -92,13 +83,6 @@ def _arguments(memory: MemoryForecast) -> list[Part]:
         ('batch', memory.batch, _BATCH),
         ('other arguments', memory.other, _OTHER),
     )
-
-
-def _at_peak(memory: MemoryForecast, compiled: bool) -> list[Part]:
-    if not compiled:
-        return _by_formula(memory)
-    rest = max(memory.peak - memory.arguments, 0)
-    return _arguments(memory) + _parts(('temporaries at the peak', rest, _TEMPORARIES))
 
 
 def _by_formula(memory: MemoryForecast) -> list[Part]:

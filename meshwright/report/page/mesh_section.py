@@ -33,23 +33,19 @@ def show_machine(forecast: Forecast, name: str) -> Html:
             'figcaption', tag('b', f'{axis} {forecast.mesh[axis]}'), _describe_ring(rings.get(axis))
         )
         panels.append(tag('figure', title, drawn))
-    return tag(
-        'section',
-        tag('h3', 'Machine'),
-        tag('p', _words(forecast), class_='words'),
-        tag('div', *panels, class_='panels'),
-        _key(forecast.placement),
-        class_='machine',
-    )
-
-
-def _words(forecast: Forecast) -> str:
     slices = f'{forecast.num_slices} slices of ' if forecast.num_slices > 1 else ''
     unused = [axis for axis, size in forecast.mesh.items() if size == 1]
     words = f'{slices}{forecast.topology}, {count(forecast.num_devices, "device")}'
     if unused and len(unused) < len(forecast.mesh):
         words += f'; {", ".join(unused)} {"has" if len(unused) == 1 else "have"} size 1'
-    return f'{words}.'
+    return tag(
+        'section',
+        tag('h3', 'Machine'),
+        tag('p', f'{words}.', class_='words'),
+        tag('div', *panels, class_='panels'),
+        _key(forecast.placement),
+        class_='machine',
+    )
 
 
 def _describe_ring(ring: AxisRing | None) -> Html | None:

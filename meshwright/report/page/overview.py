@@ -89,10 +89,17 @@ def verdict(forecast: Forecast) -> Html:
 def tiles(forecast: Forecast) -> Html:
     """Returns the figures of a forecast that matter most, each with where it comes from."""
     executed = f'the program executes {flops_str(forecast.program_flops)}'
+    limit, peak = forecast.memory.limit, forecast.memory.peak
+    share = '' if limit is None else f'{share_str(peak / limit)} of {bytes_str(limit)}'
+    sums: dict[str, float] = {}
+    for sent in sum_exchanges(forecast):
+        name = network_name(forecast, sent.network, sent.axes)
+        sums[name] = sums.get(name, 0) + sent.nbytes
+    networks = ', '.join(f'{name} {bytes_str(size)}' for name, size in sums.items())
     shown = [
-        _tile(forecast, 'peak memory', MEMORY, 'peak', _share_of_limit(forecast)),
+        _tile(forecast, 'peak memory', MEMORY, 'peak', share),
         _tile(forecast, 'step time', TIME, 'forecast', _time_note(forecast)),
-        _tile(forecast, 'sent per step', SENT, 'all', _sent_by_network(forecast)),
+        _tile(forecast, 'sent per step', SENT, 'all', networks),
         _tile(forecast, 'model FLOPs', COMPUTATION, 'of the model', executed),
     ]
     return tag('div', *shown, class_='tiles')
@@ -116,16 +123,3 @@ def _time_note(forecast: Forecast) -> str:
     bounds = figure_of(forecast, TIME, 'range').text
     mfu = figure_of(forecast, TIME, 'MFU')
     return bounds if mfu.value is None else f'{bounds}, MFU {mfu.text}'
-
-
-def _share_of_limit(forecast: Forecast) -> str:
-    limit, peak = forecast.memory.limit, forecast.memory.peak
-    return '' if limit is None else f'{share_str(peak / limit)} of {bytes_str(limit)}'
-
-
-def _sent_by_network(forecast: Forecast) -> str:
-    sums: dict[str, float] = {}
-    for sent in sum_exchanges(forecast):
-        name = network_name(forecast, sent.network, sent.axes)
-        sums[name] = sums.get(name, 0) + sent.nbytes
-    return ', '.join(f'{name} {bytes_str(size)}' for name, size in sums.items())

@@ -19,12 +19,22 @@ def show_time(forecast: Forecast) -> Html:
     if time is None:
         missing = tag('p', f'Not forecast: {no_time(forecast)}.', class_='none')
         return tag('section', heading, missing, class_='time')
+    words = (
+        f'{seconds_str(time.seconds)} per step, between {seconds_str(time.low)} and '
+        f'{seconds_str(time.high)}'
+    )
+    if forecast.mfu is not None:
+        words += f'; MFU {share_str(forecast.mfu)} of {flops_str(forecast.model_flops)} per device'
+    whole = max(time.high, time.seconds) or 1.0
+    low, high = time.low / whole, time.high / whole
+    title = f'range: {seconds_str(time.low)} to {seconds_str(time.high)}'
+    parts = _parts(time)
     return tag(
         'section',
         heading,
-        tag('p', _words(forecast, time), class_='words'),
-        _bar(time),
-        legend(_parts(time)),
+        tag('p', words, class_='words'),
+        stacked_bar(parts, whole, 'the parts of the time', span(low, high, title)),
+        legend(parts),
         _constants(time),
         class_='time',
     )
@@ -35,23 +45,6 @@ def no_time(forecast: Forecast) -> str:
     if forecast.back_end in ('none', 'cpu'):
         return 'nothing was compiled for this machine'
     return 'there is no step-time model of this chip'
-
-
-def _words(forecast: Forecast, time: StepTime) -> str:
-    words = (
-        f'{seconds_str(time.seconds)} per step, between {seconds_str(time.low)} and '
-        f'{seconds_str(time.high)}'
-    )
-    if forecast.mfu is not None:
-        words += f'; MFU {share_str(forecast.mfu)} of {flops_str(forecast.model_flops)} per device'
-    return words
-
-
-def _bar(time: StepTime) -> Html:
-    whole = max(time.high, time.seconds) or 1.0
-    low, high = time.low / whole, time.high / whole
-    title = f'range: {seconds_str(time.low)} to {seconds_str(time.high)}'
-    return stacked_bar(_parts(time), whole, 'the parts of the time', span(low, high, title))
 
 
 def _parts(time: StepTime) -> list[Part]:
