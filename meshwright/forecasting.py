@@ -182,10 +182,9 @@ def _assemble(
     laid_out = lay_out_trace(program.traced, call.args, mesh, target.slices or None)
     estimate = estimate_memory(laid_out, target.chip)
     work = _find_work(program, target, costs, laid_out, kernels)
-    if explain:
-        collectives, buffers = _explain(call, target, program, costs, held, estimate, laid_out)
-    else:
-        collectives, buffers = _list_unexplained(costs, estimate)
+    collectives, buffers = _explain(
+        call, target, program, costs, held, estimate, laid_out, explain=explain
+    )
     if costs is None and work is not None:
         collectives = tuple((c, None) for c in work.collectives)
     collectives = tuple(
@@ -233,11 +232,17 @@ def _explain(
     held: Sequence[HeldArray],
     estimate: MemoryEstimate,
     laid_out: TracedProgram,
+    *,
+    explain: bool,
 ) -> tuple[Exchanges, Buffers]:
-    """The exchanges of a compiled program and its largest buffers, each with its cause.
+    """The exchanges of a compiled program and its largest buffers, each with its cause if asked.
 
     Without a program there are no exchanges, and the buffers are by formula.
     """
+    if not explain:
+        exchanges = costs.collectives if costs else ()
+        largest = (costs.at_peak.arrays if costs else estimate.buffers)[:_LARGEST]
+        return tuple((c, None) for c in exchanges), tuple((array, None) for array in largest)
     known: dict[str, Any] = {
         'rows': [array.row for array in held],
         'rules': call.partitioner.logical_axis_rules,
@@ -249,16 +254,6 @@ def _explain(
         text, program.traced.jaxpr, costs, mesh=target.mesh, **known, log=log
     )
     return explained.collectives, explained.buffers
-
-
-def _list_unexplained(
-    costs: ProgramCosts | None, estimate: MemoryEstimate
-) -> tuple[Exchanges, Buffers]:
-    """The exchanges and the largest buffers, without causes."""
-    if costs is None:
-        return (), tuple((array, None) for array in estimate.buffers[:_LARGEST])
-    largest = costs.at_peak.arrays[:_LARGEST]
-    return tuple((c, None) for c in costs.collectives), tuple((array, None) for array in largest)
 
 
 def _memory(

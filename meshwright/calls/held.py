@@ -24,7 +24,7 @@ from partitioning.rules import (
     sharding_axes,
     spec_str,
 )
-from partitioning.state import key_names, shape_of
+from partitioning.state import Role, key_names, shape_of
 
 ArgumentRole = Literal['parameters', 'optimizer', 'batch', 'other']
 ROLES: tuple[ArgumentRole, ...] = get_args(ArgumentRole)
@@ -109,24 +109,38 @@ def _row(
     path: str, x: Any, sharding: Sharding | None, known: PlanRow | None, mesh: MeshLike
 ) -> PlanRow:
     """The row of an array: the plan's row if it is laid out as planned."""
-    shape = shape_of(x)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-    axes = [() if a is None else a for a in dimension_axes(spec, len(shape))]
-    if known is not None:
-        planned = dimension_axes(boundary_spec(known.spec), len(shape))
-        if [() if a is None else a for a in planned] == axes:
-            return known
-    given = 'None' if not any(axes) else f'{spec_str(spec)}'
+    given = spec_str(spec) if any(map(sharding_axes, spec)) else 'None'
     why = f'the function was partitioned with {given}'
-    names = (None,) * len(shape) if known is None else tuple(known.logical_axes)
-    dimensions = [
-        ResolvedDimension(name, from_tuple(a) if a else None, None, (), why)
-        for name, a in zip(names, axes, strict=True)
-    ]
-    row = make_row(path, x, mesh, dimensions, 'other' if known is None else known.role)
-    if sharding is None or isinstance(sharding, NamedSharding):
+    row = row_of_array(path, x, spec, mesh, why, known)
+    if row is known or sharding is None or isinstance(sharding, NamedSharding):
         return row
-    return row._replace(shard_shape=tuple(sharding.shard_shape(shape)))
+    return row._replace(shard_shape=tuple(sharding.shard_shape(shape_of(x))))
+
+
+def row_of_array(
+    path: str,
+    x: Any,
+    spec: PartitionSpec,
+    mesh: MeshLike,
+    why: str,
+    known: PlanRow | None,
+    role: Role = 'other',
+) -> PlanRow:
+    """The known row of an array if it has this layout, and otherwise a new one with its names."""
+    rank = len(shape_of(x))
+    axes = [entry or () for entry in dimension_axes(spec, rank)]
+    names: Sequence[Any] = (None,) * rank
+    if known is not None:
+        planned = dimension_axes(boundary_spec(known.spec), rank)
+        if [entry or () for entry in planned] == axes:
+            return known
+        names, role = known.logical_axes, known.role
+    dimensions = [
+        ResolvedDimension(name, from_tuple(entry), None, (), why)
+        for name, entry in zip(names, axes, strict=True)
+    ]
+    return make_row(path, x, mesh, dimensions, role)
 
 
 def _sharding(entry: Any, x: Any) -> Sharding | None:

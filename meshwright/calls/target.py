@@ -110,32 +110,26 @@ def target_of_topology(
       ValueError: if the name is of no known machine, or if the axes do not fit the machine.
     """
     chip, shape = parse_topology(name)
-    if not on_cpu:
-        try:
-            described = describe_topology(name, num_slices=num_slices)
-        except RuntimeError:
-            on_cpu = True
-        else:
-            mesh = _config(source, name, num_slices, axes).build()
-            back_end: BackEnd = 'tpu' if chip.platform == 'tpu' else 'gpu'
-            return Target(
-                topology=described.name,
-                num_slices=num_slices,
-                chip=chip,
-                mesh=mesh,
-                back_end=back_end,
-                version=version_of(back_end),
-            )
-    count = math.prod(shape) * chip.devices * num_slices
+    try:
+        described = None if on_cpu else describe_topology(name, num_slices=num_slices)
+    except RuntimeError:  # the compiler of the machine is not installed
+        described = None
     config = _config(source, name, num_slices, axes)
-    mesh, slices = _stand_in(config, count, num_slices)
+    if described is None:
+        back_end: BackEnd = 'cpu'
+        topology = f'{chip.name}:{"x".join(map(str, shape))}'
+        count = math.prod(shape) * chip.devices * num_slices
+        mesh, slices = _stand_in(config, count, num_slices)
+    else:
+        back_end = 'tpu' if chip.platform == 'tpu' else 'gpu'
+        topology, mesh, slices = described.name, config.build(), {}
     return Target(
-        topology=f'{chip.name}:{"x".join(map(str, shape))}',
+        topology=topology,
         num_slices=num_slices,
         chip=chip,
         mesh=mesh,
-        back_end='cpu',
-        version=version_of('cpu'),
+        back_end=back_end,
+        version=version_of(back_end),
         slices=slices,
     )
 

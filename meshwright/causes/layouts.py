@@ -26,18 +26,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshwright.calls.held import row_of_array
 from meshwright.causes.cause import RuleChange
 from meshwright.jaxpr.linked_dimensions import LinkedDimensions
 from meshwright.jaxpr.values import Dim
-from partitioning.plan.rows import PlanRow, make_row
+from partitioning.plan.rows import PlanRow
 from partitioning.rules import (
     STANDARD_MESH_AXES,
     AxisRules,
     LogicalAxisRules,
     ResolvedDimension,
     as_tuple,
-    boundary_spec,
-    dimension_axes,
     from_tuple,
     sharding_axes,
     standard_logical_axis_rules,
@@ -81,8 +80,11 @@ def describe_arguments(
     rows = []
     for path, aval, sharding, is_state in zip(paths, avals, shardings, donated, strict=True):
         spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-        role = _role(path, aval, is_state)
-        rows.append(_row(path, aval, spec, mesh, role, known) if sharding is not None else None)
+        same = [r for r in known if f'/{path}'.endswith(f'/{r.path}') and r.shape == aval.shape]
+        row = same[0] if same else None
+        role, why = _role(path, aval, is_state), 'the layout of the argument'
+        made = row_of_array(row.path if row else path, aval, spec, mesh, why, row, role)
+        rows.append(made if sharding is not None else None)
     return tuple(rows)
 
 
@@ -261,25 +263,6 @@ class KnownLayouts:
     def divides(self, axes: Sequence[str], size: int) -> bool:
         """Whether mesh axes divide the size of a dimension."""
         return size % math.prod(self.sizes[a] for a in axes) == 0
-
-
-def _row(
-    path: str, aval: Any, spec: PartitionSpec, mesh: Any, role: Role, known: Sequence[PlanRow]
-) -> PlanRow:
-    """The row of a known plan if it has this layout; otherwise a new row with its names."""
-    axes = [entry or () for entry in dimension_axes(spec, len(aval.shape))]
-    same = [r for r in known if f'/{path}'.endswith(f'/{r.path}') and r.shape == aval.shape]
-    names: Sequence[Any] = (None,) * len(axes)
-    for row in same[:1]:
-        planned = dimension_axes(boundary_spec(row.spec), len(aval.shape))
-        if [entry or () for entry in planned] == axes:
-            return row
-        names, path, role = row.logical_axes, row.path, row.role
-    dimensions = [
-        ResolvedDimension(name, from_tuple(entry), None, (), 'the layout of the argument')
-        for name, entry in zip(names, axes, strict=True)
-    ]
-    return make_row(path, aval, mesh, dimensions, role)
 
 
 def _role(path: str, aval: Any, donated: bool) -> Role:

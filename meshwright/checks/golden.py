@@ -115,7 +115,10 @@ def check_golden(
         elif not file.exists():
             differences.append(_section(made, file, ['there is no golden file: commit one']))
         elif lines := compare_golden(before := _read(file), now, tolerances):
-            differences.append(_section(made, file, [*_compiler_lines(before, now), *lines]))
+            if before.compiler != now.compiler:
+                versions = f'{before.compiler} -> {now.compiler}'
+                lines.insert(0, f'compiler: {versions}, which may be the reason')
+            differences.append(_section(made, file, lines))
     if differences:
         count = f'{len(differences)} of {len(files)} forecast{"s" * (len(files) > 1)}'
         raise AssertionError(
@@ -158,9 +161,3 @@ def _section(made: Forecast, file: Path, lines: Sequence[str]) -> str:
     slices = f', {made.num_slices} slices' if made.num_slices > 1 else ''
     heading = f'{made.function} on {made.topology}{slices} ({file})'
     return '\n'.join([heading, *(f'  {line}' for line in lines)])
-
-
-def _compiler_lines(before: Golden, now: Golden) -> list[str]:
-    if before.compiler == now.compiler:
-        return []
-    return [f'compiler: {before.compiler} -> {now.compiler}, which may be the reason']

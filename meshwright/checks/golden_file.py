@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from meshwright.report.figures import MEMORY, Sent, figure_of, sum_exchanges, verdict
+from meshwright.report.figures import MEMORY, figure_of, sum_exchanges, verdict
 from meshwright.report.forecasts import Forecast
 from meshwright.report.plain_values import from_plain, read_object, to_lines, to_plain
 from partitioning.amounts import bytes_str, share_str
@@ -110,7 +110,16 @@ def golden_of(forecast: Forecast) -> Golden:
         compiler=forecast.back_end_version,
         fits=forecast.fits,
         peak=peak,
-        collectives=tuple(map(_exchange, sum_exchanges(forecast))),
+        collectives=tuple(
+            GoldenExchange(
+                kind=sent.kind,
+                axes=sent.axes,
+                network=sent.network,
+                bytes=round(sent.nbytes),
+                count=sent.count,
+            )
+            for sent in sum_exchanges(forecast)
+        ),
         arrays=tuple(
             GoldenArray(
                 path=row.path,
@@ -121,16 +130,6 @@ def golden_of(forecast: Forecast) -> Golden:
             )
             for row in sorted(forecast.arrays, key=lambda row: row.path.split('/'))
         ),
-    )
-
-
-def _exchange(sent: Sent) -> GoldenExchange:
-    return GoldenExchange(
-        kind=sent.kind,
-        axes=sent.axes,
-        network=sent.network,
-        bytes=round(sent.nbytes),
-        count=sent.count,
     )
 
 

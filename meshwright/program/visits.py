@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -61,14 +60,13 @@ def _entered(program: HloProgram, instruction: Instruction) -> list[tuple[str, i
             *instruction.called('true_computation'),
             *instruction.called('false_computation'),
         )
-        totals = functools.partial(_total_cycles, program)
-        return [(max(names, key=totals), 1)]
+
+        def total_cycles(name: str) -> int:
+            visits = _visit(program, program.computations[name], 1)
+            return sum((cycles_of(v.instruction) or 0) * v.times for v in visits)
+
+        return [(max(names, key=total_cycles), 1)]
     return []
-
-
-def _total_cycles(program: HloProgram, name: str) -> int:
-    visits = _visit(program, program.computations[name], 1)
-    return sum((cycles_of(v.instruction) or 0) * v.times for v in visits)
 
 
 def _trip_count(program: HloProgram, loop: Instruction, condition: str) -> int:

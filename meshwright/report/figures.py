@@ -38,7 +38,7 @@ _LISTED = 8  # parts of the time
 _SMALL = 0.001  # smaller shares of the time are added up
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Figure:
     """A figure of a forecast, per device and call.
 
@@ -56,7 +56,7 @@ class Figure:
     label: str
     value: float | str | None
     unit: Unit
-    source: Source
+    source: Source = 'analytic'
     depth: int = 1
     is_addend: bool = False
 
@@ -218,19 +218,8 @@ def _in_order(section: str, rows: Sequence[tuple[Row, bool]]) -> list[Row]:
 def _added_up(rows: Sequence[Row]) -> Row:
     sums = [sum(column) for column in zip(*(row.numbers for row in rows), strict=True)]
     label = 'everything smaller'
-    figures = tuple(_figure(TIME, label, total, 'seconds', depth=2) for total in sums)
+    figures = tuple(Figure(TIME, label, total, 'seconds', depth=2) for total in sums)
     return Row(section=TIME, label=label, depth=2, figures=figures)
-
-
-def _figure(
-    section: str,
-    label: str,
-    value: float | str | None,
-    unit: Unit,
-    source: Source = 'analytic',
-    depth: int = 1,
-) -> Figure:
-    return Figure(section=section, label=label, value=value, unit=unit, source=source, depth=depth)
 
 
 def _origin(forecast: Forecast) -> Source:
@@ -244,32 +233,32 @@ def _machine(forecast: Forecast) -> Iterator[Figure]:
     if memory.limit is not None:
         free = memory.limit - memory.peak
         fits = f'yes, {bytes_str(free)} free' if free >= 0 else f'NO, lacks {bytes_str(-free)}'
-    yield _figure(MACHINE, 'devices', f'{forecast.num_devices:,}', 'text')
-    yield _figure(MACHINE, 'mesh', ' x '.join(axes) or 'one device', 'text')
-    yield _figure(MACHINE, 'fits', fits, 'text', _origin(forecast))
+    yield Figure(MACHINE, 'devices', f'{forecast.num_devices:,}', 'text')
+    yield Figure(MACHINE, 'mesh', ' x '.join(axes) or 'one device', 'text')
+    yield Figure(MACHINE, 'fits', fits, 'text', _origin(forecast))
 
 
 def _memory(forecast: Forecast) -> Iterator[Figure]:
     memory = forecast.memory
-    yield _figure(MEMORY, 'peak', memory.peak, 'bytes', _origin(forecast))
-    yield _figure(MEMORY, 'limit', memory.limit, 'bytes')
-    yield _figure(MEMORY, 'arguments', memory.arguments, 'bytes')
+    yield Figure(MEMORY, 'peak', memory.peak, 'bytes', _origin(forecast))
+    yield Figure(MEMORY, 'limit', memory.limit, 'bytes')
+    yield Figure(MEMORY, 'arguments', memory.arguments, 'bytes')
     for role in ('parameters', 'optimizer', 'batch', 'other'):
         size = getattr(memory, role)
-        yield _figure(MEMORY, role, size if size or role != 'other' else None, 'bytes', depth=2)
-    yield _figure(MEMORY, 'temporaries', memory.temporaries, 'bytes', 'compiler')
+        yield Figure(MEMORY, role, size if size or role != 'other' else None, 'bytes', depth=2)
+    yield Figure(MEMORY, 'temporaries', memory.temporaries, 'bytes', 'compiler')
 
 
 def _by_formula(forecast: Forecast) -> Iterator[Figure]:
     memory = forecast.memory
-    yield _figure(FORMULA, 'gradients', memory.gradients or None, 'bytes')
-    yield _figure(FORMULA, 'activations', memory.activations or None, 'bytes')
-    yield _figure(FORMULA, 'peak', memory.analytic_peak or None, 'bytes')
+    yield Figure(FORMULA, 'gradients', memory.gradients or None, 'bytes')
+    yield Figure(FORMULA, 'activations', memory.activations or None, 'bytes')
+    yield Figure(FORMULA, 'peak', memory.analytic_peak or None, 'bytes')
 
 
 def _computation(forecast: Forecast) -> Iterator[Figure]:
-    yield _figure(COMPUTATION, 'of the model', forecast.model_flops, 'FLOPs')
-    yield _figure(COMPUTATION, 'with recomputation', forecast.program_flops, 'FLOPs')
+    yield Figure(COMPUTATION, 'of the model', forecast.model_flops, 'FLOPs')
+    yield Figure(COMPUTATION, 'with recomputation', forecast.program_flops, 'FLOPs')
 
 
 def _sent(forecast: Forecast) -> Iterator[Figure]:
@@ -279,13 +268,12 @@ def _sent(forecast: Forecast) -> Iterator[Figure]:
     """
     exchanges, origin = sum_exchanges(forecast), _origin(forecast)
     for label, size in sent_by_label(forecast, exchanges).items():
-        figure = _figure(SENT, label, size or None, 'bytes', origin)
-        yield dataclasses.replace(figure, is_addend=True)
+        yield Figure(SENT, label, size or None, 'bytes', origin, is_addend=True)
     total = sum(sent.nbytes for sent in exchanges)
     share = sum(sent.asynchronous for sent in exchanges) / total if total else None
-    yield _figure(SENT, 'asynchronous', share if origin == 'compiler' else None, 'share', origin)
+    yield Figure(SENT, 'asynchronous', share if origin == 'compiler' else None, 'share', origin)
     is_known = exchanges or forecast.memory.temporaries is not None  # None without a program
-    yield _figure(SENT, 'all', round(total) if is_known else None, 'bytes', origin)
+    yield Figure(SENT, 'all', round(total) if is_known else None, 'bytes', origin)
 
 
 def sent_by_label(forecast: Forecast, exchanges: Sequence[Sent]) -> Mapping[str, float]:
@@ -302,15 +290,14 @@ def sent_by_label(forecast: Forecast, exchanges: Sequence[Sent]) -> Mapping[str,
 def _time(forecast: Forecast) -> Iterator[Figure]:
     time = forecast.time
     bounds = f'{seconds_str(time.low)} to {seconds_str(time.high)}' if time else None
-    yield _figure(TIME, 'forecast', time.seconds if time else None, 'seconds')
-    yield _figure(TIME, 'range', bounds, 'text')
-    yield _figure(TIME, 'MFU', forecast.mfu, 'share')
+    yield Figure(TIME, 'forecast', time.seconds if time else None, 'seconds')
+    yield Figure(TIME, 'range', bounds, 'text')
+    yield Figure(TIME, 'MFU', forecast.mfu, 'share')
     for part in time.parts if time else ():
-        figure = _figure(TIME, part.name, part.exposed, 'seconds', depth=2)
-        yield dataclasses.replace(figure, is_addend=True)
+        yield Figure(TIME, part.name, part.exposed, 'seconds', depth=2, is_addend=True)
 
 
 def _itself(forecast: Forecast) -> Iterator[Figure]:
     taken = forecast.compilation
-    yield _figure(ITSELF, 'time', taken.seconds, 'seconds', 'measured')
-    yield _figure(ITSELF, 'memory of this process', taken.peak_rss, 'bytes', 'measured')
+    yield Figure(ITSELF, 'time', taken.seconds, 'seconds', 'measured')
+    yield Figure(ITSELF, 'memory of this process', taken.peak_rss, 'bytes', 'measured')

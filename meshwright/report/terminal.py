@@ -110,12 +110,9 @@ def _replicated(forecast: Forecast) -> Iterator[str]:
         (axes, reason), arrays = key, groups[key]
         others = f' and {len(arrays) - 1} more' if len(arrays) > 1 else ''
         size = f'{bytes_str(sums[key]):>10}'
-        yield f'{size}  {_shortest(arrays)}{others} over {axes}: {reason}'
-
-
-def _shortest(arrays: Sequence[Replicated]) -> str:
-    """The shortest path, which is the path of a parameter and not of its optimizer state."""
-    return min((array.path for array in arrays), key=lambda path: (path.count('/'), path))
+        # The shortest path is the path of a parameter, and not of its optimizer state.
+        path = min((array.path for array in arrays), key=lambda path: (path.count('/'), path))
+        yield f'{size}  {path}{others} over {axes}: {reason}'
 
 
 def _exchanges(forecast: Forecast) -> Iterator[str]:
