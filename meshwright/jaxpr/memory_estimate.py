@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from meshwright.jaxpr.fusion import VIEWS, Fusion
-from meshwright.jaxpr.live_ranges import Buffer, find_peak
+from meshwright.jaxpr.live_ranges import find_peak
 from meshwright.jaxpr.padding import kernel_ratios, padded_bytes
 from meshwright.jaxpr.tracing import TracedProgram
 from meshwright.jaxpr.values import Block, Value
@@ -112,8 +112,6 @@ def _donations(traced: TracedProgram) -> list[Value | None]:
 
 def _like(value: Value) -> tuple:
     return value.shape, str(value.dtype), tuple(axes or () for axes in value.axes)
-
-
 
 
 def array_name(value: Value, sizes: Mapping[str, int]) -> str:
