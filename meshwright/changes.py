@@ -106,15 +106,11 @@ def list_general_changes(
     state = sum(array.nbytes for array in held if array.role != 'batch')
     if state + gradients <= limit:
         yield from _first_that_fits(_smaller_batches(call, held), chip, limit)
-    if state + gradients <= limit or _is_sharded(held, call):
-        yield from _first_that_fits(_more_devices(call), chip, limit)
-
-
-def _is_sharded(held: Sequence[HeldArray], call: Call) -> bool:
-    """Whether the state becomes smaller on more devices along the first axis of the batch."""
     axes = batch_axes(call.partitioner)[:1]
     specs = [boundary_spec(array.row.spec) for array in held if array.role != 'batch']
-    return any(axis in sharding_axes(entry) for axis in axes for s in specs for entry in s)
+    becomes_smaller = any(a in sharding_axes(entry) for a in axes for s in specs for entry in s)
+    if state + gradients <= limit or becomes_smaller:
+        yield from _first_that_fits(_more_devices(call), chip, limit)
 
 
 def _first_that_fits(
@@ -189,7 +185,6 @@ def _more_devices(call: Call) -> Iterator[SettingChange]:
 
 
 def _on(call: Call, mesh: Mesh, larger: AbstractMesh) -> Call:
-    """A call on another mesh."""
     moved: Any = move_partitioner(call.partitioner, larger)  # type: ignore[arg-type]
     fn = move_function(moved, call.fn, mesh, with_options=False)
     return Call(moved, fn, move_arguments(call.args, larger))  # type: ignore[arg-type]

@@ -153,7 +153,6 @@ def forecast(
 
 
 def _move(call: Call, source: Any, target: Target) -> Call:
-    """A call on the mesh of a target."""
     partitioner = move_partitioner(call.partitioner, target.mesh)
     with_options = not target.is_stand_in
     fn = move_function(partitioner, call.fn, source, with_options=with_options)

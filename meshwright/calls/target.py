@@ -200,7 +200,6 @@ def _cpu_devices(count: int) -> list[JaxDevice]:
 
 
 def _name_of(devices: list[JaxDevice]) -> str:
-    """The name of the machine that devices are of."""
     chip = chip_of(devices[0].device_kind)
     kind = chip.name if chip else devices[0].device_kind.lower().replace(' ', '-')
     if has_coords(devices[0]) and (bounds := slice_bounds(devices[0])) is not None:

@@ -184,7 +184,6 @@ def _worth(tried: TriedChange, possible: PossibleChanges) -> float:
 
 
 def _names_of(change: Change) -> tuple[str, ...]:
-    """The logical axes whose rules a change replaces."""
     return change.names if isinstance(change, RuleChange) else ()
 
 

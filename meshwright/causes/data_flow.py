@@ -145,7 +145,6 @@ class DataFlow:
     def _given(
         self, parameter: Instruction, computation: Computation, index: int | None
     ) -> list[Place] | None:
-        """What callers give for a parameter of a computation."""
         if computation.name == self._program.entry.name:
             return None
         found = []

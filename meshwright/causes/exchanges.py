@@ -159,7 +159,6 @@ def explain_exchange(evidence: Evidence, possible: PossibleChanges) -> Cause:
 
 
 def _explain_gradient(move: Move) -> Cause:
-    """The cause of the sum of a gradient."""
     path, axes, possible = move.value.gradient_of, move.evidence.axes, move.possible
     layouts = possible.layouts
     if set(axes) <= set(layouts.batch_axes):
@@ -224,26 +223,20 @@ def _explain_sum(move: Move) -> Cause:
 def _explain_gathered_argument(move: Move) -> Cause:
     """The cause for an argument if a device needs more than its shard."""
     value, evidence, possible = move.value, move.evidence, move.possible
-    row = possible.layouts.rows.get(value.argument)
-    changes = possible.other_layouts(value.argument) if move.name is None else []
-    if not set(evidence.axes) <= set(possible.layouts.batch_axes):
+    layouts, path, rule = possible.layouts, value.argument, None
+    row = layouts.rows.get(path)
+    changes = possible.other_layouts(path) if move.name is None else []
+    if not set(evidence.axes) <= set(layouts.batch_axes):
         changes += possible.relax(evidence)
-        changes += possible.layouts.fewer_axes(move.name) if move.name else []
+        changes += layouts.fewer_axes(move.name) if move.name else []
         why = f'{move.split}, but the operation at {evidence.used_at} needs all of it'
         return move.cause(why, changes)
     if row is not None and row.role == 'other':
         changes += possible.relax(evidence)
         return move.cause(f'{move.split}, but {evidence.used_at} needs all of it', changes)
-    return _explain_gathered_parameter(move, row, changes)
-
-
-def _explain_gathered_parameter(move: Move, row: PlanRow | None, changes: list[Change]) -> Cause:
-    """The cause for a parameter that is gathered for use, as FSDP does."""
-    path, possible, rule = move.value.argument, move.possible, None
-    layouts = possible.layouts
-    why = f'expected: {move.split}, and each device gathers it for use'
+    why = f'expected: {move.split}, and each device gathers it for use'  # as FSDP does
     if unused := [a for a in layouts.unused_by(row) if a not in layouts.batch_axes]:
-        changes = [*changes, *possible.shard_more(path, but=move.evidence.axes)]
+        changes += possible.shard_more(path, but=evidence.axes)
         why += f'; it is whole along {over(unused)}'
         rule = layouts.rule_for(possible.whole_name(path, unused))
     return move.cause(why, changes, rule=rule, suspect=bool(changes))

@@ -211,13 +211,12 @@ class KnownLayouts:
 
         More axes than usual are often intended, so the change of such a name is only tried.
         """
-
-        def has_more(name: str) -> bool:
-            standard = set(self.standard.get(name, ()))
-            return bool(standard) and standard < set(self.axes_of(name))
-
-        names = dict.fromkeys(rule[0] for rule in self.rules)
-        return [name for name in names if self.is_unusual(name) or has_more(name)]
+        return [
+            name
+            for name in dict.fromkeys(rule[0] for rule in self.rules)
+            if self.is_unusual(name)
+            or set() < set(self.standard.get(name, ())) < set(self.axes_of(name))
+        ]
 
     def fewer_axes(self, name: str) -> list[RuleChange]:
         """The changes that take one mesh axis, or all of them, away from a name."""

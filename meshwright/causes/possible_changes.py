@@ -360,7 +360,6 @@ class PossibleChanges:
 
 
 def _constrain(value: Value, layout: Sequence[Axes], *, replaces: bool = False) -> ConstraintChange:
-    """The change that constrains a value."""
     return ConstraintChange(
         source=user_line(value.stack),
         shape=value.shape,

@@ -54,7 +54,7 @@ def compile_partitioned(
             donate_argnums=settings.donate_argnums,
             compiler_options=settings.compiler_options,
         )
-        return again.trace(*(_without_layout(arg) for arg in args))
+        return again.trace(*jax.tree.map(_without_layout, args))
 
     traced = fn.trace(*args)
     compiled = traced.lower().compile()
@@ -87,10 +87,6 @@ def _is_spec(x: Any) -> bool:
     return x is None or isinstance(x, PartitionSpec | PaddedSpec)
 
 
-def _without_layout(argument: Any) -> Any:
-    """An argument as ShapeDtypeStructs without shardings, which other rules change."""
-
-    def abstract(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, 'shape') else x
-
-    return jax.tree.map(abstract, argument)
+def _without_layout(x: Any) -> Any:
+    """An array as a ShapeDtypeStruct without a sharding, which other rules change."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, 'shape') else x

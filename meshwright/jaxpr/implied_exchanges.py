@@ -211,5 +211,4 @@ def _same(a: Sequence[Axes | None], b: Sequence[Axes | None]) -> bool:
 
 
 def _between(kind: str, axes: Axes, source: Value, target: Value, step: Step) -> Step:
-    """A step that another one needs."""
     return Step(kind, {'axes': axes}, [source], [target], place=step.place)

@@ -195,7 +195,6 @@ def layout_of(dim: Dimension, divided: Sequence[Axes]) -> Axes:
 
 
 def _choose(axis: str, votes: Mapping[int, float], step: Step, factors: Factors) -> int:
-    """The factor that an axis divides."""
     sums = [f for f in votes if f in factors.summed]
     for f in sums:
         given = zip(step.inputs, factors.inputs, strict=True)

@@ -65,7 +65,6 @@ def remove_unused(block: Block) -> None:
 
 
 def _drop_unused_stacks(step: Step, used: set[int]) -> None:
-    """Removes the stacked results of a scan that nothing uses."""
     (body,) = step.bodies
     _, count = loop_counts(step)
     keep = [i for i, output in enumerate(step.outputs) if i < count or id(output) in used]

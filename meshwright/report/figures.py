@@ -173,7 +173,7 @@ def sum_exchanges(forecast: Forecast) -> tuple[Sent, ...]:
 
 def find_figures(forecast: Forecast) -> tuple[Figure, ...]:
     """The figures of a forecast, in the order of the table."""
-    parts = (_machine, _memory, _by_formula, _computation, _sent, _time, _itself)
+    parts = (_machine, _memory, _computation, _sent, _time, _itself)
     return tuple(figure for part in parts for figure in part(forecast))
 
 
@@ -247,10 +247,6 @@ def _memory(forecast: Forecast) -> Iterator[Figure]:
         size = getattr(memory, role)
         yield Figure(MEMORY, role, size if size or role != 'other' else None, 'bytes', depth=2)
     yield Figure(MEMORY, 'temporaries', memory.temporaries, 'bytes', 'compiler')
-
-
-def _by_formula(forecast: Forecast) -> Iterator[Figure]:
-    memory = forecast.memory
     yield Figure(FORMULA, 'gradients', memory.gradients or None, 'bytes')
     yield Figure(FORMULA, 'activations', memory.activations or None, 'bytes')
     yield Figure(FORMULA, 'peak', memory.analytic_peak or None, 'bytes')

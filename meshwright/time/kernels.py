@@ -95,6 +95,7 @@ def _search(block: Block, given: Sequence[Any]) -> _Outcome:
 
 
 def _search_step(step: Step, arguments: list[Any]) -> _Outcome:
+    """The results of a step, or () if they are not simple or an argument is not known."""
     if step.name == 'cond':
         return _search(step.bodies[_choose_branch(step, arguments[0])], arguments[1:])
     if step.bodies:
@@ -104,7 +105,12 @@ def _search_step(step: Step, arguments: list[Any]) -> _Outcome:
     if step.is_border:  # a shard_map gives each device a part, unless an array is not sharded
         is_whole = step.inputs[0].shape == step.outputs[0].shape
         return (arguments if is_whole else ()), []
-    return evaluate(step, arguments), []
+    compute = _OPERATIONS.get(step.name)
+    if compute is None or any(argument is None for argument in arguments):
+        return (), []
+    if any(value.size >= _LARGEST for value in step.outputs):
+        return (), []
+    return [np.asarray(compute(step.params, *arguments))], []
 
 
 def _search_loop(step: Step, arguments: Sequence[Any]) -> list[KernelWork]:
@@ -193,21 +199,6 @@ def _share_of_blocks(name: str, arguments: Sequence[Any]) -> float:
 _LARGEST = 2**20  # elements; larger results are not computed
 
 
-def evaluate(step: Step, arguments: Sequence[Any]) -> Sequence[Any]:
-    """Returns the results of a step, or () if it is not simple or an argument is not known.
-
-    Args:
-      step: the step.
-      arguments: the elements of its inputs, None for those that are not known.
-    """
-    compute = _OPERATIONS.get(step.name)
-    if compute is None or any(argument is None for argument in arguments):
-        return ()
-    if any(value.size >= _LARGEST for value in step.outputs):
-        return ()
-    return [np.asarray(compute(step.params, *arguments))]
-
-
 def _divide(_: Any, x: Any, y: Any) -> Any:
     """Divides as XLA does: integers are rounded towards zero."""
     whole = np.issubdtype(np.asarray(x).dtype, np.integer)
@@ -226,10 +217,6 @@ def _iota(params: Any) -> Any:
     shape[params['dimension']] = -1
     line = np.arange(params['shape'][params['dimension']], dtype=params['dtype'])
     return np.broadcast_to(line.reshape(shape), params['shape'])
-
-
-def _select(_: Any, which: Any, *cases: Any) -> Any:
-    return np.choose(np.asarray(which).astype(int), [np.asarray(case) for case in cases])
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -266,5 +253,5 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     'reshape': lambda params, x: np.reshape(x, params['new_sizes']),
     'broadcast_in_dim': _broadcast,
     'iota': _iota,
-    'select_n': _select,
+    'select_n': _plain(lambda which, *cases: np.choose(np.asarray(which).astype(int), cases)),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 from jax.sharding import Mesh
@@ -142,19 +142,8 @@ class Machine:
         return tuple(found)
 
 
-def describe_machine(
-    mesh: Mesh, *, wrap: Sequence[bool] | None = None, network_bandwidth: float | None = None
-) -> Machine | None:
-    """Describes the machine of a mesh, or returns None if its chip is unknown.
-
-    Args:
-      mesh: the mesh, of real or described devices.
-      wrap: for each of x, y and z, whether links close a TPU slice to a ring; by default as slices
-        of these TPUs do.
-      num_processes: the number of hosts.
-      network_bandwidth: a chip's share of the network between slices or hosts in bytes/s; by
-        default, what is published of the chip.
-    """
+def describe_machine(mesh: Mesh) -> Machine | None:
+    """Describes the machine of a mesh of real or described devices; None if its chip is unknown."""
     devices = mesh.devices.ravel().tolist()
     chip = chip_of(devices[0].device_kind)
     if chip is None:
@@ -169,14 +158,13 @@ def describe_machine(
         first = [p for p, d in zip(places, devices, strict=True) if number[d.id] == 0]
         spans = np.max(first, axis=0) - np.min(first, axis=0) + 1
         bounds = slice_bounds(devices[0]) or tuple(spans.tolist())
-    closed = torus_wrap(chip.device_kind, bounds) if wrap is None else tuple(map(bool, wrap))
     return Machine(
         chip=chip,
         axes=tuple(map(str, mesh.axis_names)),
         places=places.reshape(*shape, 3),
         granules=np.array([number[d.id] for d in devices]).reshape(shape),
         bounds=bounds,
-        wrap=closed,
+        wrap=torus_wrap(chip.device_kind, bounds),
         num_processes=len({d.process_index for d in devices}),
-        network_bandwidth=network_bandwidth or chip.dcn_bandwidth,
+        network_bandwidth=chip.dcn_bandwidth,
     )

@@ -8,7 +8,7 @@ import dataclasses
 from meshwright.program.collectives import Collective
 from meshwright.time.links import Dimension, Links, Machine
 from meshwright.time.work import Work
-from partitioning.hardware import CHIPS, Chip
+from partitioning.hardware import CHIPS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,10 +75,7 @@ def find_loads(work: Work, machine: Machine) -> Loads:
         slow = links.granules > 1
         axes = ', '.join(collective.axes) or f'{collective.group_size} devices'
         key = f'{collective.kind} over {axes} ({between if slow else fast})', slow
-        once = time_exchange(
-            collective, links, machine.chip, network_bandwidth=machine.network_bandwidth
-        )
-        seconds[key] += once * collective.count
+        seconds[key] += time_exchange(collective, links, machine) * collective.count
         counts[key] += collective.count
         hops[key] += links.hops * collective.count
     return Loads(
@@ -123,37 +120,27 @@ def links_of(collective: Collective, machine: Machine) -> Links:
     return Links(size=collective.group_size, dimensions=(line,))
 
 
-def time_exchange(
-    collective: Collective,
-    links: Links,
-    chip: Chip,
-    *,
-    network_bandwidth: float | None = None,
-    efficiency: float = 1.0,
-) -> float:
+def time_exchange(collective: Collective, links: Links, machine: Machine) -> float:
     """The seconds that one execution of a collective takes by its bytes, without latency.
 
     Args:
       collective: the collective.
       links: the links between its devices, from `links_of`.
-      chip: the chip.
-      network_bandwidth: a chip's share of the network between slices or hosts, in bytes/s.
-      efficiency: the share of the bandwidth of links that collectives reach.
+      machine: the machine.
     """
-    share = (network_bandwidth or _USUAL_SHARE) / chip.devices
-    sent = collective.wire_bytes
+    chip = machine.chip
+    share = (machine.network_bandwidth or _USUAL_SHARE) / chip.devices
+    sent, link = collective.wire_bytes, chip.ici_link_bandwidth
     if collective.network == 'dcn':
-        return sent / (share * efficiency)
+        return sent / share
     if chip.platform == 'gpu':
-        fast = chip.ici_links * chip.ici_link_bandwidth
-        seconds = sent / fast
+        seconds = sent / (chip.ici_links * link)
         if links.granules > 1:
             # The ring passes through a host once per GPU of the group, over different adapters.
             alone = collective.kind in (*_EVERYONE_TO_EVERYONE, 'collective-permute')
             adapters = 1 if alone else links.size // links.granules
             seconds = max(seconds, sent / (share * adapters))
-        return seconds / efficiency
-    link = chip.ici_link_bandwidth * efficiency
+        return seconds
     if not links.dimensions:  # the cores of one chip exchange data in its memory
         return sent / chip.hbm_bandwidth
     if collective.kind == 'collective-permute':

@@ -47,14 +47,13 @@ def pod():
     return describe_machine(mesh_of(tpus((16, 16, 1), 'TPU v5 lite'), model=16, data=16))
 
 
-def seconds_of(collective, machine, **options):
-    return time_exchange(collective, links_of(collective, machine), machine.chip, **options)
+def seconds_of(collective, machine):
+    return time_exchange(collective, links_of(collective, machine), machine)
 
 
 def test_gather_over_a_closed_ring():
     """15 GB arrive over 2 links of 50 GB/s."""
     assert seconds_of(GATHER, pod()) == pytest.approx(15e9 / (2 * 50e9))
-    assert seconds_of(GATHER, pod(), efficiency=0.9) == pytest.approx(15e9 / (2 * 45e9))
 
 
 def test_gather_over_an_open_line():
@@ -101,8 +100,7 @@ def test_network_between_slices():
     reduction = dataclasses.replace(
         GATHER, kind='all-reduce', network='dcn', axes=('slices',), group_size=2, wire_bytes=1e9
     )
-    share = machine.network_bandwidth
-    assert seconds_of(reduction, machine, network_bandwidth=share) == pytest.approx(1e9 / 3.125e9)
+    assert seconds_of(reduction, machine) == pytest.approx(1e9 / 3.125e9)
     assert machine.num_granules == 2
 
 
@@ -118,9 +116,9 @@ def test_network_between_gpu_hosts():
     inside = dataclasses.replace(GATHER, group_size=8, wire_bytes=9e9)
     assert seconds_of(inside, machine) == pytest.approx(9e9 / 450e9)
     over_all = dataclasses.replace(GATHER, axes=('hosts', 'data'), wire_bytes=8e9)
-    assert seconds_of(over_all, machine, network_bandwidth=50e9) == pytest.approx(8e9 / 400e9)
+    assert seconds_of(over_all, machine) == pytest.approx(8e9 / 400e9)
     across = dataclasses.replace(GATHER, axes=('hosts',), group_size=2, wire_bytes=8e9)
-    assert seconds_of(across, machine, network_bandwidth=50e9) == pytest.approx(8e9 / 50e9)
+    assert seconds_of(across, machine) == pytest.approx(8e9 / 50e9)
 
 
 def test_a_step_without_work_waits_for_the_hosts():
@@ -260,7 +258,7 @@ def test_more_links_are_never_slower(size, kind):
     collective = dataclasses.replace(GATHER, kind=kind, wire_bytes=size)
     square = mesh_of(tpus((4, 4, 1), 'TPU v5 lite'), data=16)
     line = mesh_of(tpus((16, 1, 1), 'TPU v5 lite'), data=16)
-    opened = describe_machine(line, wrap=(False, False, False))
-    closed = describe_machine(line, wrap=(True, False, False))
+    closed = dataclasses.replace(describe_machine(line), wrap=(True, False, False))
+    opened = dataclasses.replace(closed, wrap=(False, False, False))
     assert seconds_of(collective, closed) <= seconds_of(collective, opened)
     assert seconds_of(collective, describe_machine(square)) <= seconds_of(collective, opened)
