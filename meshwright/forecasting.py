@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -17,15 +17,8 @@ from meshwright.calls.compiling import (
     peak_rss,
     trace,
 )
-from meshwright.calls.held import (
-    HeldArray,
-    bytes_by_role,
-    find_held,
-    free_axes,
-    why_replicated,
-)
+from meshwright.calls.held import ROLES, HeldArray, find_held, free_axes
 from meshwright.calls.moving import move_arguments, move_function, move_partitioner
-from meshwright.calls.notes import find_notes
 from meshwright.calls.partitioned import Call, PartitionedLike, PartitionerLike
 from meshwright.calls.target import (
     Target,
@@ -52,8 +45,17 @@ from meshwright.time.work import KernelWork
 from meshwright.user_lines import shorten_sources
 from partitioning.hardware import OptionValue, check_flags, parse_topology
 from partitioning.mesh import axis_rings, find_placement
+from partitioning.plan.audit import audit_rows
 
 _LARGEST = 20  # how many buffers a forecast lists
+# Which figures of a program for virtual CPU devices also hold for the machine of the forecast.
+_STAND_IN = (
+    'compiled for virtual CPU devices: the bytes of arguments and the FLOPs are exact',
+    'compiled for virtual CPU devices: temporaries and the peak were seen 12 to 43% higher than on '
+    'TPUs; kernels that the model chooses by device are kernels for CPUs',
+    'compiled for virtual CPU devices: exchanges of bfloat16 have twice their bytes, '
+    'reduce-scatters appear as all-reduces, and there is no estimate of time',
+)
 
 Exchanges = tuple[tuple[Collective, Cause | None], ...]
 Buffers = tuple[tuple[LiveArray, Cause | None], ...]
@@ -208,7 +210,7 @@ def _assemble(
         collectives=map_texts(collectives, shorten_sources),
         replicated=_replicated(held, mesh),
         warnings=map_texts(program.warnings, shorten_sources),
-        notes=tuple(find_notes(program, target, used, memory.arguments)),
+        notes=tuple(_find_notes(program, target, used, memory.arguments)),
         compilation=Compilation(seconds=0.0, peak_rss=0),
         arrays=tuple(array.row for array in held),
         rings=() if target.is_stand_in else tuple(axis_rings(mesh)),
@@ -263,7 +265,7 @@ def _memory(
     estimate: MemoryEstimate,
     buffers: Buffers,
 ) -> MemoryForecast:
-    roles = bytes_by_role(held)
+    roles = {role: sum(a.nbytes for a in held if a.role == role) for role in ROLES}
     arguments = sum(roles.values())
     limit = None if target.chip is None else target.chip.hbm_bytes_per_device
     use: MemoryUse | None = costs.memory if costs else None
@@ -287,7 +289,8 @@ def _memory(
 
 def _replicated(held: Sequence[HeldArray], mesh: Mesh) -> tuple[Replicated, ...]:
     """The arrays that are replicated along some mesh axes, the largest first."""
-    why = why_replicated([array.row for array in held], mesh)
+    costs = audit_rows([array.row for array in held], mesh).replicated if held else ()
+    why = {cost.row.path: cost.reason.partition(': ')[2] for cost in costs}
     found = [
         Replicated(
             path=array.row.path,
@@ -317,3 +320,32 @@ def _find_work(
     if costs is None:
         return estimate_work(laid_out, target.chip, kernels)
     return read_work(costs, program.traced.jaxpr, target.mesh.size, kernels)
+
+
+def _find_notes(
+    program: Program, target: Target, memory: MemoryUse | None, argument_bytes: int
+) -> Iterator[str]:
+    """What a reader must know about the figures, such as which of them are exact."""
+    if target.chip is None:
+        yield (
+            f'no data about {target.topology} devices: their memory limit and their speed are not '
+            'known'
+        )
+    if target.is_stand_in and program.compiled is not None:
+        yield from _STAND_IN
+    if program.out_of_memory is not None:
+        yield (
+            'the compiler made no program, because the memory does not suffice: the buffers are '
+            'by formula, and exchanges and time are not known'
+        )
+    if memory is not None and (difference := memory.arguments - argument_bytes):
+        more = difference > 0
+        why = (
+            'it pads arrays to whole tiles of the chip'
+            if more
+            else 'it leaves out arguments that the function does not use'
+        )
+        yield (
+            f'the program holds {abs(difference):,} bytes of arguments '
+            f'{"more" if more else "less"} than their layouts say: {why}'
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from meshwright.calls.partitioned import ArgumentLike, BoundaryLike, PartitionerLike
 from partitioning.plan import Plan, PlanRow
-from partitioning.plan.audit import audit_rows
 from partitioning.plan.rows import make_row
 from partitioning.rules import (
     MeshLike,
@@ -71,11 +70,6 @@ def find_held(
         for argument in boundary.dynamic(args)
         for array in _arrays_of(argument, partitioner, data_axes, boundary.mesh)
     )
-
-
-def bytes_by_role(held: Sequence[HeldArray]) -> dict[ArgumentRole, int]:
-    """The bytes of each role in the memory of one device."""
-    return {role: sum(a.nbytes for a in held if a.role == role) for role in ROLES}
 
 
 def free_axes(row: PlanRow, mesh: MeshLike) -> tuple[str, ...]:
@@ -195,11 +189,3 @@ def batch_axes(partitioner: PartitionerLike) -> tuple[str, ...]:
     except ValueError:
         return ()
     return as_tuple(spec[0]) if len(spec) else ()
-
-
-def why_replicated(plan_rows: Sequence[PlanRow], mesh: MeshLike) -> Mapping[str, str]:
-    """The reason why each replicated array is replicated, by path."""
-    if not plan_rows:
-        return {}
-    costs = audit_rows(plan_rows, mesh).replicated
-    return {cost.row.path: cost.reason.partition(': ')[2] for cost in costs}

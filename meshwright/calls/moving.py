@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from meshwright.calls.partitioned import PartitionedLike, PartitionerLike, check_partitioned
+from meshwright.calls.partitioned import PartitionedLike, PartitionerLike
 from partitioning.hardware import default_options, option_values
 
 
@@ -41,9 +41,8 @@ def move_function(
       with_options: whether the new compiler knows the options of the function.
 
     Raises:
-      ValueError: if it is not a partitioned function, or if the new mesh cannot have its layouts.
+      ValueError: if the new mesh cannot have its layouts.
     """
-    check_partitioned(fn)
     settings = fn.settings.on_any_mesh()
     options = settings.compiler_options
     if options is not None and options == _default_values(mesh):

@@ -133,7 +133,7 @@ def list_possible_changes(
     Args:
       jaxpr, mesh, rows, rules: as for `explain_program`.
     """
-    traced = TracedValues((), (), (), LinkedDimensions())
+    traced = TracedValues((), (), LinkedDimensions())
     if jaxpr is not None:
         traced = trace_values(jaxpr, rows, names_by_axes(rules))
     layouts = KnownLayouts(rules, axis_sizes(mesh), rows, traced.links)

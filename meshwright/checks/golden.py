@@ -10,15 +10,15 @@ from typing import Any, Literal
 
 from meshwright.calls.partitioned import PartitionedLike, PartitionerLike
 from meshwright.checks.golden_file import (
+    FORMAT,
     Golden,
     Tolerances,
     compare_golden,
-    golden_from_text,
     golden_of,
-    golden_to_text,
 )
 from meshwright.forecasting import forecast
 from meshwright.report.forecasts import Forecast
+from meshwright.report.plain_values import from_plain, read_object, to_lines, to_plain
 
 UPDATE_VARIABLE = 'MESHWRIGHT_UPDATE_FORECASTS'
 
@@ -110,7 +110,7 @@ def check_golden(
         now = golden_of(made)
         if update or (on_missing == 'write' and not file.exists()):
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(golden_to_text(now), encoding='utf-8')
+            file.write_text(to_lines({'format': FORMAT, **to_plain(now)}), encoding='utf-8')
             written.append(file)
         elif not file.exists():
             differences.append(_section(made, file, ['there is no golden file: commit one']))
@@ -152,7 +152,8 @@ def _files(forecasts: Sequence[Forecast], folder: Path, name: str | None) -> dic
 
 def _read(file: Path) -> Golden:
     try:
-        return golden_from_text(file.read_text(encoding='utf-8'))
+        held = read_object(file.read_text(encoding='utf-8'), FORMAT)
+        return from_plain(Golden, held, 'the file')
     except ValueError as error:
         raise ValueError(f'{file}: {error}; set {UPDATE_VARIABLE}=1 to write it anew') from error
 

@@ -29,7 +29,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.report.figures import MEMORY, figure_of, sum_exchanges, verdict
 from meshwright.report.forecasts import Forecast
-from meshwright.report.plain_values import from_plain, read_object, to_lines, to_plain
 from partitioning.amounts import bytes_str, share_str
 from partitioning.plan.tables import shape_str, spec_or_padded_str
 
@@ -131,20 +130,6 @@ def golden_of(forecast: Forecast) -> Golden:
             for row in sorted(forecast.arrays, key=lambda row: row.path.split('/'))
         ),
     )
-
-
-def golden_to_text(golden: Golden) -> str:
-    """The text of a golden file; see the format above."""
-    return to_lines({'format': FORMAT, **to_plain(golden)})
-
-
-def golden_from_text(text: str) -> Golden:
-    """Reads the text of a golden file.
-
-    Raises:
-      ValueError: if it is not one.
-    """
-    return from_plain(Golden, read_object(text, FORMAT), 'the file')
 
 
 def compare_golden(golden: Golden, now: Golden, tolerances: Tolerances) -> list[str]:

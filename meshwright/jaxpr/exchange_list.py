@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from meshwright.jaxpr.implied_exchanges import KINDS, exchange_axes
 from meshwright.jaxpr.memory_estimate import array_name
 from meshwright.jaxpr.tracing import TracedProgram
 from meshwright.jaxpr.values import Axes, Block, Step
-from meshwright.program.collectives import Collective, ring_share
+from meshwright.program.collectives import RING_SHARES, Collective
 from meshwright.user_lines import user_line
 
 
@@ -35,11 +35,20 @@ def _in_block(block: Block, traced: TracedProgram, times: int) -> Iterator[Colle
 
 def _describe(step: Step, axes: Axes, traced: TracedProgram, times: int) -> Iterator[Collective]:
     kind, given = KINDS[step.name], step.inputs[0]
+    # The network, the number of devices or slices in a group, and the operand there, as a multiple
+    # of the operand of the whole exchange.
+    shares: list[tuple[str, int, float]]
     nbytes = given.shard_bytes(traced.axis_sizes)
     if groups := step.params.get('axis_index_groups'):  # a part of an axis
         shares = [('ici', len(groups[0]), 1.0)]
     else:
-        shares = list(split_by_network(kind, axes, traced.axis_sizes, traced.slices))
+        between = math.prod(traced.slices.get(axis, 1) for axis in axes)
+        within = math.prod(traced.axis_sizes[axis] for axis in axes) // between
+        # What each device has inside of its slice: before the other slices are reached, or after.
+        inside = 'ici', within, between if kind == 'all-gather' else 1
+        scattered = kind in ('all-reduce', 'reduce-scatter')
+        outside = 'dcn', between, 1 / within if scattered else 1
+        shares = [share for share in (inside, outside) if share[1] > 1]
     for network, size, share in shares:
         yield Collective(
             kind=kind,
@@ -47,34 +56,9 @@ def _describe(step: Step, axes: Axes, traced: TracedProgram, times: int) -> Iter
             axes=axes if network == 'ici' else tuple(a for a in axes if a in traced.slices),
             group_size=size,
             arrays=(array_name(given, traced.axis_sizes),),
-            wire_bytes=ring_share(kind, size) * nbytes * share,
+            wire_bytes=RING_SHARES[kind](size) * nbytes * share,
             count=times,
             op_name=step.op_name,
             source=user_line(step.place.lines) or step.place.source,
             asynchronous=True,
         )
-
-
-def split_by_network(
-    kind: str, axes: Axes, sizes: Mapping[str, int], slices: Mapping[str, int]
-) -> Iterator[tuple[str, int, float]]:
-    """Splits an exchange into what happens within slices, and what happens between them.
-
-    Args:
-      kind: the kind of the exchange.
-      axes: its mesh axes.
-      sizes: the size of each mesh axis.
-      slices: the number of slices along axes that span several.
-
-    Yields:
-      The network, the number of devices or slices in a group, and the operand there, as a multiple
-      of the operand of the whole exchange.
-    """
-    between = math.prod(slices.get(axis, 1) for axis in axes)
-    within = math.prod(sizes[axis] for axis in axes) // between
-    # What each device has inside of its slice: before the other slices are reached, or after.
-    if within > 1:
-        yield 'ici', within, between if kind == 'all-gather' else 1
-    if between > 1:
-        scattered = kind in ('all-reduce', 'reduce-scatter')
-        yield 'dcn', between, 1 / within if scattered else 1

@@ -38,13 +38,11 @@ class TracedValues(NamedTuple):
     Attributes:
       arguments: its arguments.
       values: what its operations make, in their order.
-      results: what it returns.
       links: which dimensions of arguments belong together.
     """
 
     arguments: tuple[Value, ...]
     values: tuple[Value, ...]
-    results: tuple[Value, ...]
     links: LinkedDimensions
 
 
@@ -77,9 +75,7 @@ def name_values(
     inputs = frozenset(row.path for row in rows if row is not None and row.role == 'other')
     naming = _Naming(names_of, inputs)
     naming.run(block)
-    return TracedValues(
-        tuple(block.inputs), tuple(naming.values), tuple(block.outputs), naming.links
-    )
+    return TracedValues(tuple(block.inputs), tuple(naming.values), naming.links)
 
 
 def _describe_argument(value: Value, row: PlanRow, names_of: Mapping[Axes, str]) -> None:

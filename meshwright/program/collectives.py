@@ -15,7 +15,7 @@ from meshwright.program.visits import Visit
 
 # The bytes that a device sends in a ring of n devices, as a multiple of its operand: the share of
 # the whole array that gathers and scatters move is (n - 1) / n.
-_RING: dict[str, Callable[[int], float]] = {
+RING_SHARES: dict[str, Callable[[int], float]] = {
     'all-gather': lambda n: n - 1,  # the operand is a shard
     'reduce-scatter': lambda n: (n - 1) / n,
     'all-reduce': lambda n: 2 * (n - 1) / n,  # a reduce-scatter and an all-gather
@@ -132,14 +132,9 @@ def _exchanging(
         yield instruction, computation
 
 
-def ring_share(kind: str, size: int) -> float:
-    """The bytes that a device sends in a ring of `size` devices, as a multiple of its operand."""
-    return _RING[kind](size)
-
-
 def is_exchange(opcode: str) -> bool:
     """Whether instructions with this opcode exchange data with other devices."""
-    return opcode.removesuffix('-start') in _RING
+    return opcode.removesuffix('-start') in RING_SHARES
 
 
 def _chain(instruction: Instruction) -> str:
@@ -182,7 +177,7 @@ def _describe(
         axes=axes,
         group_size=size,
         arrays=tuple(map(str, arrays)),
-        wire_bytes=ring_share(kind, size) * sum(array.nbytes for array in arrays),
+        wire_bytes=RING_SHARES[kind](size) * sum(array.nbytes for array in arrays),
         count=visit.times,
         op_name=instruction.op_name or visit.instruction.op_name,
         source=program.source_of(instruction) or program.source_of(visit.instruction),
@@ -207,7 +202,7 @@ def _between_slices(instruction: Instruction) -> tuple[str, int]:
     for part in target[1].split(',') if target else ():
         first, _, last = part.partition(':')
         slices += int(last or first) - int(first) + 1
-    return (name if name in _RING else 'collective-permute'), max(slices, 2)
+    return (name if name in RING_SHARES else 'collective-permute'), max(slices, 2)
 
 
 Groups = tuple[tuple[int, ...], ...]

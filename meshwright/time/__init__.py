@@ -11,6 +11,7 @@ from meshwright.time.compiled_work import (
 )
 from meshwright.time.constants import (
     ChipConstants as ChipConstants,
+    Constant as Constant,
     constants_of as constants_of,
 )
 from meshwright.time.kernels import (
@@ -21,12 +22,9 @@ from meshwright.time.links import (
     describe_machine as describe_machine,
 )
 from meshwright.time.step_model import (
-    estimate_step_time as estimate_step_time,
-)
-from meshwright.time.step_time import (
-    Constant as Constant,
     StepTime as StepTime,
     TimePart as TimePart,
+    estimate_step_time as estimate_step_time,
 )
 from meshwright.time.traced_work import (
     estimate_work as estimate_work,

@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshwright.time.step_time import Constant
 from partitioning.hardware import Chip
 
 # Written by `python benchmarks/forecast_truth.py --fit`.
@@ -19,6 +18,23 @@ _UNITS = {
     'exchange_latency': 's',
     'hop_latency': 's',
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Constant:
+    """A constant of the step-time model.
+
+    Attributes:
+      name: what it is.
+      value: its value.
+      unit: its unit, such as 'bytes/s'; '' for a ratio.
+      source: where it comes from, for example a page, or the rows that it was fitted on.
+    """
+
+    name: str
+    value: float
+    unit: str
+    source: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
 from jax.sharding import Mesh
 
-from meshwright.time.constants import ChipConstants, constants_of, list_constants
+from meshwright.time.constants import ChipConstants, Constant, constants_of, list_constants
 from meshwright.time.links import Machine, describe_machine
 from meshwright.time.loads import Loads, find_loads
-from meshwright.time.step_time import StepTime, TimePart
 from meshwright.time.work import Work
 from partitioning.hardware import CHIPS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimePart:
+    """A part of the time of a step.
+
+    Attributes:
+      name: what takes the time, for example 'matrix products' or 'all-gather over fsdp (ICI)'.
+      seconds: how long it takes by itself.
+      exposed: the part that is not overlapped. The exposed times add up to the time of the step.
+    """
+
+    name: str
+    seconds: float
+    exposed: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """The time of a step.
+
+    Attributes:
+      seconds: the forecast.
+      low, high: its range in seconds, from the errors that the model made on measured steps of the
+        chip.
+      parts: what the time is made of, the largest exposed part first.
+      constants: the constants that the model used.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    parts: tuple[TimePart, ...]
+    constants: tuple[Constant, ...]
 
 
 def estimate_step_time(

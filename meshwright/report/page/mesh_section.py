@@ -28,7 +28,7 @@ def show_machine(forecast: Forecast, name: str) -> Html:
     for axis in used:
         drawn = None
         if forecast.placement is not None:
-            drawn = picture_axis(forecast.placement, forecast.mesh, axis, f'{name}-{axis}')
+            drawn = _picture_axis(forecast.placement, forecast.mesh, axis, f'{name}-{axis}')
         title = tag(
             'figcaption', tag('b', f'{axis} {forecast.mesh[axis]}'), _describe_ring(rings.get(axis))
         )
@@ -76,15 +76,15 @@ def _key(placement: Placement | None) -> Html | None:
             words += 'Diagonal ends lead to the same place in the planes before and behind.'
     else:
         words += 'Each row is a host, whose devices the fast network joins.'
-    if len(placement.places) > MOST_LINKED:
-        words += f' Links between more than {MOST_LINKED:,} devices are not drawn.'
+    if len(placement.places) > _MOST_LINKED:
+        words += f' Links between more than {_MOST_LINKED:,} devices are not drawn.'
     return tag('p', words.strip(), class_='key')
 
 
 _SHADES = 16  # p0 to p15 in page.css
 _DARK_SHADES = 9  # white numbers up to here
 _NUMBERED = 256  # the most devices that have numbers, and a text for the mouse
-MOST_LINKED = 2048  # the most devices between which links are drawn
+_MOST_LINKED = 2048  # the most devices between which links are drawn
 _LONGEST_RING = 16  # longer rings would cover the picture
 _GAP = 1.1  # the space between planes, in devices
 _HALF = 0.34  # half the side of a device; neighbours are 1 apart
@@ -92,22 +92,15 @@ _END = 0.58  # the length of the end of a link that closes a ring
 _ASIDE = 0.46  # the length of the end of a link to another plane, along x and y
 
 
-def picture_axis(placement: Placement, mesh: Mapping[str, int], axis: str, name: str) -> Html:
-    """Draws the devices of a mesh, colored by their position along an axis.
-
-    Args:
-      placement: where the devices are.
-      mesh: the size of each mesh axis.
-      axis: the axis.
-      name: the beginning of the ids of its parts within the page.
-    """
+def _picture_axis(placement: Placement, mesh: Mapping[str, int], axis: str, name: str) -> Html:
+    """Draws the devices of a mesh, colored by their position along an axis; `name` is its id."""
     places, ratio, captions = arrange(placement, _planes_across(placement), _GAP)
     positions = np.indices(tuple(mesh.values())).reshape(len(mesh), -1)
     width = ratio * _HALF
     (left, top), (right, bottom) = places.min(axis=0) - 1, places.max(axis=0) + 1
     large = max(0.42, (right - left) / 48)  # so that captions of large machines can be read
     parts: list[Html | None] = [
-        _links(placement, places) if len(places) <= MOST_LINKED else None,
+        _links(placement, places) if len(places) <= _MOST_LINKED else None,
         _ring(places, mesh, axis) if len(places) <= _NUMBERED else None,
         *_devices(placement, places, width, positions, [*mesh], axis),
         _ring(places, mesh, axis) if len(places) > _NUMBERED else None,
