@@ -9,9 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from meshwright.jaxpr.implied_exchanges import insert_exchanges
+from meshwright.jaxpr.implied_exchanges import insert_exchanges, merge_exchanges
 from meshwright.jaxpr.layouts import propagate
-from meshwright.jaxpr.merging import merge_exchanges
 from meshwright.jaxpr.values import Block, Step, Value
 from meshwright.jaxpr.writing_out import remove_unused, spec_axes, write_out
 from meshwright.program.costs import mesh_axes

@@ -17,7 +17,7 @@ from forecasts_by_hand import collective, step_time
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshwright import Forecast, forecast, forecast_table, render_page
-from meshwright.calls.compiler_warnings import read_compiler_log
+from meshwright.calls.compiling import read_compiler_log
 from meshwright.calls.partitioned import Call
 from meshwright.changes import SettingChange
 from meshwright.report.forecasts import Compilation
@@ -271,7 +271,7 @@ def test_a_compiler_that_ends_the_process_says_why_in_one_line():
     """As libtpu does for an unknown flag."""
     program = (
         'import os, time\n'
-        'from meshwright.calls.compiler_warnings import read_compiler_log\n'
+        'from meshwright.calls.compiling import read_compiler_log\n'
         'with read_compiler_log():\n'
         "    os.write(2, b'F0823 12:34:56.789012 1 a.cc:9] Unknown flag in XLA_FLAGS: --x\\n')\n"
         '    time.sleep(60)\n'
