@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
@@ -35,6 +36,7 @@ from meshwright.causes.possible_changes import PossibleChanges
 from meshwright.causes.trying import CompiledFunction, TriedChange, try_change
 
 Rewrite = Callable[[CodeChange], jax.stages.Traced | None]
+Attempt = Callable[[Change], TriedChange | None]
 
 _JOINED = 2  # the number of compilations that are kept for two changes together
 _MORE = 1.25  # two changes, or a later change, are preferred if they save this many times more
@@ -98,9 +100,10 @@ def find_change(
         return None
     unusual, _ = _unusual_rules(possible.layouts)
     queue, untried = iter(ranked), list[CodeChange]()
-    tried = list(_try_each(function, queue, most - _JOINED, rewrite, untried))
+    attempt = functools.partial(_try, function, rewrite)
+    tried = list(_try_each(attempt, queue, most - _JOINED, untried))
     if sum(one.helps or one.change in unusual for one in tried) < 2:  # there is nothing to join
-        tried += _try_each(function, queue, most - len(tried), rewrite, untried)
+        tried += _try_each(attempt, queue, most - len(tried), untried)
     best = _choose(tried, possible)
     names = {name for change in unusual for name in change.names}
     if len(tried) < most and (best is None or names.isdisjoint(_names_of(best.change))):
@@ -115,7 +118,7 @@ def find_change(
         others.sort(key=lambda one: -_worth(one, possible))
         # A rule may only help once another one is right.
         others += [one for one in tried if not one.helps and one.change in unusual]
-        joined += _try_joined(function, best, others, most - len(tried), rewrite)
+        joined += _try_joined(attempt, best, others, most - len(tried))
         both = max(joined, key=lambda one: one.saved, default=best)
         if both.saved > _MORE * best.saved:
             best, change = both, both.change
@@ -204,16 +207,12 @@ def _at_change(cause: Cause, change: Change) -> Cause:
 
 
 def _try_each(
-    function: CompiledFunction,
-    changes: Iterator[Change],
-    most: int,
-    rewrite: Rewrite | None,
-    untried: list[CodeChange],
+    attempt: Attempt, changes: Iterator[Change], most: int, untried: list[CodeChange]
 ) -> Iterator[TriedChange]:
     """Compiles with one change after the other, and records the code changes it cannot make."""
     number = 0
     while number < most and (change := next(changes, None)) is not None:
-        result = _try(function, change, rewrite)
+        result = attempt(change)
         if result is not None:
             number += 1
             yield result
@@ -239,11 +238,7 @@ def _try_together(
 
 
 def _try_joined(
-    function: CompiledFunction,
-    best: TriedChange,
-    others: Sequence[TriedChange],
-    most: int,
-    rewrite: Rewrite | None,
+    attempt: Attempt, best: TriedChange, others: Sequence[TriedChange], most: int
 ) -> Iterator[TriedChange]:
     """Compiles with the best change and the other ones, as long as that saves more."""
     for other in others:
@@ -253,14 +248,14 @@ def _try_joined(
             both = join_changes(best.change, other.change)
         except ValueError:  # they change the same rule or line
             continue
-        result = _try(function, both, rewrite)
+        result = attempt(both)
         if result is not None:
             most -= 1
             yield result
             best = max(best, result, key=lambda one: one.saved)
 
 
-def _try(function: CompiledFunction, change: Change, rewrite: Rewrite | None) -> TriedChange | None:
+def _try(function: CompiledFunction, rewrite: Rewrite | None, change: Change) -> TriedChange | None:
     changed = None
     if isinstance(change, CodeChange):
         changed = rewrite(change) if rewrite is not None else None

@@ -66,17 +66,15 @@ class _Run:
         self._buffers: dict[int, Buffer] = {}
         self._made: list[list[Buffer]] = [[] for _ in block.steps]
         self._given = {id(value) for value in block.inputs}
-        self._reads = [self._reads_of(step) for step in block.steps]
+        # The arrays in memory that each step reads; none if it is computed elsewhere.
+        self._reads: list[tuple[Value, ...]] = []
+        for step in block.steps:
+            is_run = step.name not in VIEWS and any(map(self._fusion.in_memory, step.outputs))
+            self._reads.append(self._fusion.roots(step.inputs) if is_run else ())
         self._last: dict[int, int] = {}
         for time, reads in enumerate([*self._reads, self._fusion.roots(block.outputs)]):
             self._last.update(dict.fromkeys(map(id, reads), time))
         self._place(results)
-
-    def _reads_of(self, step: Step) -> tuple[Value, ...]:
-        """The arrays in memory that a step reads; none if it is computed elsewhere."""
-        if step.name in VIEWS or not any(map(self._fusion.in_memory, step.outputs)):
-            return ()
-        return self._fusion.roots(step.inputs)
 
     def _place(self, results: Sequence[Value | None]) -> None:
         """Decides where each array is: in a new buffer, or in the place of another."""

@@ -169,7 +169,9 @@ def _describe(
         axes, size = mesh.within(groups) if mesh else (), len(groups[0])
         if kind == 'all-reduce' and inside.name.startswith(_REDUCE_SCATTER):
             kind = 'reduce-scatter'
-    given = [_without_padding(inside, inside.instructions[name]) for name in names]
+    given = [inside.instructions[name] for name in names]
+    if inside.name.startswith(_REDUCE_SCATTER):  # operands are padded, to be divided by the devices
+        given = [inside.instructions[o.operands[0]] if o.opcode == 'pad' else o for o in given]
     arrays = [array for one in given for array in one.outputs]
     return Collective(
         kind=kind,
@@ -185,12 +187,6 @@ def _describe(
         asynchronous=overlaps or instruction.opcode.endswith('-start') or network == 'dcn',
         instruction=instruction.name,
     )
-
-
-def _without_padding(inside: Computation, operand: Instruction) -> Instruction:
-    """What an operand was before the compiler padded it, to divide it by the devices."""
-    padded = operand.opcode == 'pad' and inside.name.startswith(_REDUCE_SCATTER)
-    return inside.instructions[operand.operands[0]] if padded else operand
 
 
 def _between_slices(instruction: Instruction) -> tuple[str, int]:

@@ -45,10 +45,12 @@ def comparison(forecasts: Sequence[Forecast], ids: Sequence[str]) -> Html:
         )
         for f, name in zip(forecasts, ids, strict=True)
     ]
-    bodies = [
-        tag('tbody', _section_head(section, forecasts), *(_row(row, forecasts) for row in rows))
-        for section, rows in itertools.groupby(table_rows(forecasts), lambda row: row.section)
-    ]
+    bodies = []
+    for section, rows in itertools.groupby(table_rows(forecasts), lambda row: row.section):
+        sources = [tag('td', tag('small', heading(section, forecast))) for forecast in forecasts]
+        part = tag('tr', tag('th', section, scope='rowgroup'), *sources, class_='part')
+        drawn = [_row(row, forecasts) for row in rows]
+        bodies.append(tag('tbody', None if section == MACHINE else part, *drawn))
     table = tag(
         'table',
         tag('caption', 'the machines, next to each other', class_='hidden'),
@@ -56,14 +58,6 @@ def comparison(forecasts: Sequence[Forecast], ids: Sequence[str]) -> Html:
         *bodies,
     )
     return tag('section', tag('div', table, class_='plain compare', tabindex='0'))
-
-
-def _section_head(section: str, forecasts: Sequence[Forecast]) -> Html | None:
-    """The name of a section, and where its figures come from on each machine."""
-    if section == MACHINE:
-        return None
-    sources = [tag('td', tag('small', heading(section, forecast))) for forecast in forecasts]
-    return tag('tr', tag('th', section, scope='rowgroup'), *sources, class_='part')
 
 
 def _row(row: Row, forecasts: Sequence[Forecast]) -> Html:
