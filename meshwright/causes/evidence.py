@@ -30,17 +30,17 @@ from meshwright.program.hlo_text import ArrayType, Instruction
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What an exchange moves.
+    """What an exchange moves, over which axes, and where the program makes and uses it.
 
     Attributes:
       kind: 'all-gather', 'all-reduce', ...
       axes: the mesh axes along which it exchanges data.
       value: the value of the traced function that it moves, or None.
-      layout: the mesh axes of each dimension of the value before the exchange, as far as the sizes
-        tell.
-      dim: the number of the dimension of the value that it gathers, or None.
+      layout: the mesh axes of each dimension of the value before the exchange; () if the shapes
+        do not tell.
+      dim: the index of the first dimension of the value that is sharded over `axes`, or None.
       taken_by: the values that are computed from the result.
-      result: the number of the result of the function that it becomes, or None.
+      result: the index of the function's result that the moved array becomes, or None.
       made_at: the user's line that makes the value.
       used_at: the user's line that needs the result.
       path: the path of the jax operation.
@@ -59,7 +59,7 @@ class Evidence:
 
     @property
     def moved(self) -> Dim | None:
-        """The dimension that the exchange gathers."""
+        """The dimension of the value at `dim`, which a gather makes whole, or None."""
         if self.value is None or self.dim is None or self.dim >= len(self.value.dims):
             return None
         return self.value.dims[self.dim]
@@ -128,7 +128,7 @@ def _find_operand(
 ) -> tuple[Value | None, Place | None]:
     """The value that an operand holds, and the instruction that makes it.
 
-    The first value wins of which the array can be a shard.
+    It is the first value that the array can be a shard of, or else the first value of a maker.
     """
     other: tuple[Value | None, Place | None] = None, None
     for maker in makers:

@@ -21,7 +21,7 @@ def shard_dimensions(
     """For each dimension of a whole array, the number of its shards, if the shapes fit.
 
     Dimensions of size 1 do not count, and the shard may have its dimensions in another order. A
-    dimension of a shard with two dimensions may be several dimensions of the whole array, merged.
+    shard with two dimensions may have merged several dimensions of the whole array into one.
 
     Args:
       shape: the shape of the shard.
@@ -70,7 +70,7 @@ def likely_axes(
     preferred: Sequence[Sequence[Sequence[str]]],
     sizes: Mapping[str, int],
 ) -> tuple[Axes, ...]:
-    """The mesh axes of each dimension, from the numbers of its shards.
+    """The mesh axes that probably shard each dimension, from the numbers of shards.
 
     Args:
       shards: the number of shards of each dimension.
@@ -89,6 +89,6 @@ def likely_axes(
 
 
 def _choices(sizes: Mapping[str, int]) -> list[Axes]:
-    """All sets of mesh axes that have more than one device, the smallest sets first."""
+    """All sets of mesh axes with a size above 1, the smallest sets first; the first is empty."""
     axes = [axis for axis, n in sizes.items() if n > 1]
     return [c for r in range(len(axes) + 1) for c in itertools.combinations(axes, r)]

@@ -1,4 +1,4 @@
-"""What a traced function says without a compiler: its operations, layouts, exchanges and memory."""
+"""Reads operations, layouts, exchanges and memory from a traced function, without a compiler."""
 
 from meshwright.jaxpr.exchange_list import (
     list_collectives as list_collectives,

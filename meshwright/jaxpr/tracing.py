@@ -26,8 +26,8 @@ class TracedProgram:
       axis_sizes: the size of each mesh axis.
       slices: the number of slices along axes that span several.
       donated: for each array of the arguments, whether the results may replace it.
-      unknown: the primitives that no rule describes: their results were taken to be like their
-        operands where the shapes are equal, and else to be whole on every device.
+      unknown: the primitives that no rule describes: their results are laid out like operands
+        of the same shape, and are otherwise whole on every device.
     """
 
     jaxpr: Any
@@ -52,9 +52,9 @@ def trace_function(
     """Traces a function over a mesh, and lays out its arrays as its arguments and constraints say.
 
     Args:
-      partitioned: a partitioned function, or any function of `jax.jit`.
-      *abstract_args: its arguments, or their ShapeDtypeStructs. Where the function has no shardings
-        for them, theirs count.
+      partitioned: a partitioned function, or any function from `jax.jit`.
+      *abstract_args: its arguments, or their ShapeDtypeStructs. Their shardings count where the
+        function has none.
       mesh: the mesh, by default the mesh of the shardings. It may be abstract.
       slices: the number of slices along axes that span several, by default the mesh's.
 
@@ -71,7 +71,7 @@ def lay_out_trace(
     slices: Mapping[str, int] | None = None,
 ) -> TracedProgram:
     """Lays out the arrays of a function that has been traced; see `trace_function`."""
-    # jax has no public name for these.
+    # jax has no public name for the parameters of a trace.
     params: Mapping[str, Any] = traced._params
     leaves = jax.tree.leaves(abstract_args)
     given = [getattr(leaf, 'sharding', None) for leaf in leaves]
@@ -114,7 +114,7 @@ def _fix(values: Sequence[Value], shardings: Sequence[Any], sizes: Mapping[str, 
 
 
 def _state_results(block: Block, shardings: Sequence[Any], sizes: Mapping[str, int]) -> None:
-    """Adds the layouts of results as constraints, because a result may also be used inside."""
+    """Adds the layouts of results as constraints, as a result may be used inside the function."""
     for i, (value, sharding) in enumerate(zip(block.outputs, shardings, strict=True)):
         if isinstance(sharding, NamedSharding):
             rank = len(value.shape)

@@ -24,7 +24,7 @@ class Visit(NamedTuple):
 
 
 def visit_program(program: HloProgram) -> list[Visit]:
-    """Returns the instructions of a program in the order in which they run first.
+    """Returns the instructions of a program in the order in which they first run.
 
     The bodies of loops and calls are entered. A fusion is one operation, and is not entered.
     Of the branches of a conditional, the one with the most estimated cycles is entered. A loop

@@ -1,1 +1,1 @@
-"""A forecast as one table of figures, drawn in the terminal, as a page, and as JSON."""
+"""Reports a forecast as one table of figures: in the terminal, as a page, and as JSON."""

@@ -1,9 +1,9 @@
-"""How long a step takes: what a device has to do, and how fast its chip and its links are.
+"""Forecasts the time of a step from the work of a device and the rates of its chip and links.
 
 `work` says what a device has to do, which `compiled_work` reads from a compiled program and
 `traced_work` estimates from a jaxpr. `kernels` counts the work of hand-written kernels. `links`
 knows how devices are connected, and `loads` how long each part takes at peak rates. `constants` has
-the constants of the chips, and `step_model` adds it up.
+the constants of the chips, and `step_model` adds up the time of a step.
 """
 
 from meshwright.time.compiled_work import (

@@ -1,4 +1,4 @@
-"""The links between the devices of a mesh that exchange data with each other."""
+"""Describes the links over which the devices of a mesh exchange data."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from partitioning.hardware import (
 
 @dataclasses.dataclass(frozen=True)
 class Dimension:
-    """The part of one dimension of a torus that a group of chips takes.
+    """The part of one dimension of a torus that a group of chips occupies.
 
     Attributes:
       size: the number of chips along it.
-      closed: whether links close them to a ring.
-      stride: the number of links between neighbours, which as many groups share.
+      closed: whether links close them into a ring.
+      stride: the number of links between neighbours; this many groups share each link.
     """
 
     size: int
@@ -36,7 +36,7 @@ class Dimension:
 
     @property
     def lanes(self) -> float:
-        """The links over which a chip receives data at the same time.
+        """The number of links over which a chip receives data at the same time.
 
         The ends of an open line receive everything over one link.
         """
@@ -44,20 +44,20 @@ class Dimension:
 
     @property
     def hops(self) -> int:
-        """The links between the chips that are farthest from each other."""
+        """The number of links between the chips that are farthest from each other."""
         return (self.size // 2 if self.closed else self.size - 1) * self.stride
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Links:
-    """How the devices of one group are connected, which exchange data along some mesh axes.
+    """The connections within one group of devices that exchange data along some mesh axes.
 
     Attributes:
       size: the number of devices in the group.
       granules: the number of TPU slices or NVLink domains that they are in.
       cores: the number of devices of the group on each chip.
-      dimensions: what the group takes of each dimension of its torus with several of its chips;
-        empty for GPUs and for the two cores of a chip.
+      dimensions: the part of the torus that the group occupies, for each dimension with several of
+        its chips; empty for GPUs and for the two cores of a chip.
     """
 
     size: int
@@ -67,12 +67,12 @@ class Links:
 
     @property
     def lanes(self) -> float:
-        """The links over which a chip receives data at the same time, over all dimensions."""
+        """The links over which a chip receives data at the same time, summed over dimensions."""
         return sum(dimension.lanes for dimension in self.dimensions)
 
     @property
     def hops(self) -> int:
-        """The links between the chips that are farthest from each other, over all dimensions."""
+        """The links between the chips that are farthest apart, summed over dimensions."""
         return sum(dimension.hops for dimension in self.dimensions)
 
 
@@ -85,9 +85,9 @@ class Machine:
       axes: the names of the mesh axes.
       places: the position of the chip of each device in its slice, of shape `(*mesh, 3)`; on GPUs,
         all are 0.
-      granules: the number of the TPU slice or NVLink domain of each device, of the mesh's shape.
-      bounds: the chips of a slice along x, y and z.
-      wrap: for each of x, y and z, whether links close a slice to a ring.
+      granules: the index of each device's TPU slice or NVLink domain, in the shape of the mesh.
+      bounds: the number of chips of a slice along x, y and z.
+      wrap: for each of x, y and z, whether links close a slice into a ring.
       num_processes: the number of hosts.
       network_bandwidth: a chip's share of the network between granules in bytes/s, or None if it is
         not known.
@@ -113,7 +113,7 @@ class Machine:
         return len(np.unique(self.granules))
 
     def links_along(self, axes: Iterable[str]) -> Links:
-        """The links of the group of the first device along mesh axes; all groups are alike."""
+        """The links of the first device's group along some mesh axes; all groups are alike."""
         chosen = set(axes)
         index = tuple(slice(None) if name in chosen else 0 for name in self.axes)
         places = self.places[index].reshape(-1, self.places.shape[-1])
@@ -128,7 +128,7 @@ class Machine:
         )
 
     def _dimensions(self, chips: np.ndarray) -> tuple[Dimension, ...]:
-        """The parts of the torus that chips take, of shape `(chips, 3)`."""
+        """The parts of the torus that chips occupy; `chips` has the position of each, [n, 3]."""
         found, sizes = [], []
         for positions, bound, wraps in zip(chips.T, self.bounds, self.wrap, strict=True):
             taken = np.unique(positions)

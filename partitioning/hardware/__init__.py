@@ -1,4 +1,4 @@
-"""Machines: devices and their coordinates, chips and their rates, and described topologies."""
+"""Machines: coordinates of devices, rates of chips, compiler options, and described topologies."""
 
 from partitioning.hardware.chips import (
     CHIPS as CHIPS,

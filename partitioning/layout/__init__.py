@@ -1,7 +1,7 @@
-"""Who holds what: the rows and chunks of every process.
+"""Tells which rows and chunks of global arrays each process holds.
 
 A shard is one device's part of an array, a chunk is one process's part. What a process holds is
-read from jax's index map of the sharding, never derived from an assumption that its devices are
+read from jax's index map of the sharding. Nothing assumes that the devices of a process are
 neighbours: device orders that suit a torus often give a process strided rows.
 
 `ownership`: the shards that each process holds, and the rows of the batch that it reads; `chunker`:

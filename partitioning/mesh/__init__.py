@@ -1,4 +1,4 @@
-"""MeshConfig -> Mesh, for every machine."""
+"""Builds the mesh of any machine from a MeshConfig, and describes the order of its devices."""
 
 from partitioning.mesh.aliases import (
     create_hybrid_mesh as create_hybrid_mesh,

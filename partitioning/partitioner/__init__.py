@@ -1,7 +1,7 @@
-"""The entry point most users need: a mesh, rules, and the plans and functions they make.
+"""Partitioners, where most users start: they turn a mesh and rules into plans and functions.
 
-`base`, `base_pjit`, `pjit` and `moe` are the partitioners, with their settings and their behaviour
-as objects in `settings`. `training_setup` creates states and gives a running step.
+`base`, `base_pjit`, `pjit` and `moe` are the partitioners. `settings` checks their settings and
+defines their repr and copies. `training_setup` creates states in their shards and partitions steps.
 """
 
 from partitioning.partitioner.base import (

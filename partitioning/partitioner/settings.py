@@ -1,4 +1,4 @@
-"""The settings of partitioners: their checks, the rules that follow from them, and how they show.
+"""Checks the settings of partitioners, derives rules from them, and describes them as text.
 
 `PartitionerObject` is a partitioner as a Python object: its repr, its copies and pickles, and T5X's
 attributes.
@@ -37,7 +37,7 @@ AnyMesh = Mesh | AbstractMesh | MeshConfig
 
 
 class T5xSetting:
-    """A setting under the attribute that it has in T5X. It can be read and not changed."""
+    """A read-only attribute for a setting, with the name that T5X gives it."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -59,12 +59,12 @@ class T5xSetting:
 
 
 class PartitionerObject:
-    """What a partitioner can do as a Python object, apart from partitioning."""
+    """The behaviour of a partitioner as a Python object: its attributes, repr, and copies."""
 
     _mesh_source: AnyMesh
     _t5x_settings: dict[str, Any]
-    # The cached properties of the class, and those that were assigned, as subclasses of T5X's
-    # partitioners do.
+    # The names of the class's cached properties, and of the ones that were assigned: subclasses of
+    # T5X's partitioners assign some.
     _cached_properties: frozenset[str] = frozenset()
     _assigned: frozenset[str] = frozenset()
 
@@ -78,8 +78,8 @@ class PartitionerObject:
     def mesh_source(self) -> AnyMesh:
         """What the mesh is made from: a MeshConfig, or the mesh itself.
 
-        A MeshConfig can describe machines that are not here, where `mesh` would raise. If a
-        subclass makes its own mesh, or a mesh was assigned, it is that mesh.
+        A MeshConfig can describe other machines, for which `mesh` would raise. If a subclass makes
+        its own mesh, or a mesh was assigned, the source is that mesh.
         """
         if 'mesh' in self._assigned or self._maker_of_mesh is not None:
             return self.mesh  # type: ignore[attr-defined]
@@ -87,7 +87,7 @@ class PartitionerObject:
 
     @property
     def _maker_of_mesh(self) -> type | None:
-        """The class that makes the mesh, if it is not one of ours."""
+        """The class that makes the mesh, or None if it is a class of this package."""
         [by, *_] = (cls for cls in type(self).__mro__ if 'mesh' in vars(cls))
         return None if by.__module__.startswith('partitioning.') else by
 
@@ -151,7 +151,7 @@ class PartitionerObject:
         return '\n'.join(lines)
 
     def _description(self) -> list[tuple[str, str]]:
-        """The lines of the repr: a name and a text for each."""
+        """The lines of the repr, each as a name and a text."""
         mesh = self._mesh_without_building()
         if mesh is None:
             by = self._maker_of_mesh
@@ -166,7 +166,7 @@ class PartitionerObject:
         return [('mesh', f'{axes}, {describe_devices(mesh)}')]
 
     def _mesh_without_building(self) -> Mesh | AbstractMesh | None:
-        """The mesh, or None if it has not been built: to build one can take long, or fail."""
+        """The mesh if it is built, or else None: building it may take long, or fail."""
         mesh = vars(self).get('mesh', vars(self).get('_mesh_source'))
         return None if isinstance(mesh, MeshConfig) else mesh
 
@@ -192,7 +192,7 @@ _mesh_of_partitions = functools.lru_cache(maxsize=64, typed=True)(MeshConfig.fro
 
 
 def settings_of_t5x(mesh: AnyMesh | None, given: dict[str, Any]) -> dict[str, Any]:
-    """The settings of T5X; with `mesh=`, `num_partitions` is the size of the 'model' axis."""
+    """T5X's settings and their values; with `mesh=`, `num_partitions` is the size of 'model'."""
     if mesh is None:
         return given
     if not isinstance(mesh, MeshConfig):
@@ -227,16 +227,16 @@ _LOGGER = logging.getLogger(__name__)
 LayoutSetting = LayoutWord | PartitionRules
 
 _WORDS = get_args(LayoutWord)
-# The logical axes of activations that a word shards: the batch, by the names that models give it.
+# The names that models give the batch. A layout word shards these logical axes of activations.
 _BATCH_NAMES = ('batch', 'activation_batch')
-# The mesh axes that shard the batch if no rule says it. EasyLM, FJFormer and Levanter use them.
+# The mesh axes that shard the batch if no rule does. EasyLM, FJFormer and Levanter use them.
 _DATA_AXES = ('replica', 'data', 'fsdp', 'dp', 'batch', 'expert')
 
 
 def check_layout(
     layout: Any, settings: Mapping[str, Any], with_words: Mapping[str, Any]
 ) -> LayoutSetting | None:
-    """Checks the setting `layout`; partition rules are returned as pairs of texts and tuples.
+    """Checks the setting `layout`; partition rules are returned as (regular expression, mesh axes).
 
     Any layout replaces `settings`, and a word replaces `with_words` too: none of them may be given.
     """
@@ -285,7 +285,7 @@ def check_plan(plan: Any, settings: dict[str, Any]) -> None:
 
 
 def _check_absent(by: str, settings: Mapping[str, Any], instead: str = '') -> None:
-    """Raises ValueError if a setting is given that another one determines."""
+    """Raises ValueError if a setting is given that `by` already determines."""
     if given := ', '.join(name for name, value in settings.items() if value):
         raise ValueError(f'{by} already determines what {given} would: remove {given}{instead}')
 
@@ -293,10 +293,10 @@ def _check_absent(by: str, settings: Mapping[str, Any], instead: str = '') -> No
 def check_batch_rule(
     rules: LogicalAxisRules, mesh: Mesh | AbstractMesh, layout: LayoutSetting | None
 ) -> None:
-    """Raises ValueError if nothing says how the batch is sharded, but the user wanted it to be.
+    """Raises ValueError if the batch has no rule by mistake, and warns if that may be on purpose.
 
     Under partition rules, a rule or the name of a mesh axis must shard the batch. Other rules may
-    omit 'batch' on purpose, but a name close to it is a mistake.
+    omit 'batch' on purpose, which is logged, but a name similar to 'batch' is a mistake.
     """
     if layout is not None and not rules:
         axis = next(iter(axis_sizes(mesh)))

@@ -2,9 +2,9 @@
 
 `plan` has the type of a plan, and `rows` the type of its rows. `building` makes the rows from the
 leaves of a state, or matches them to another plan. `by_rules` lays a state out by logical axis
-rules, by a word or by partition rules (`layouts`). `audit` says what devices hold and whether
-arrays stay in place, `findings` what is suspicious. `plan_file` is the file format and `difference`
-compares two plans; `tables` prints them.
+rules, by a layout word or by partition rules (`layouts`). `audit` says what devices hold and
+whether arrays stay in place, and `findings` what is suspicious. `plan_file` is the file format,
+`difference` compares two plans, and `tables` prints them.
 """
 
 from partitioning.plan.audit import (

@@ -1,7 +1,7 @@
 """Products of sharded arrays, and the sums over shards that their gradients need.
 
 `dense`: products of rows and weights, and the mesh axes that both are sharded over; `sums`:
-scattered sums inside a shard_map, in the rounds that the machine needs.
+scattered sums inside a shard_map, in rounds that suit the machine.
 """
 
 from partitioning.products.dense import multiply as multiply

@@ -1,9 +1,9 @@
-"""Logical axis names -> PartitionSpec, with a reason for every dimension; and every check.
+"""Resolves logical axis names to PartitionSpecs, with reasons, and checks axes and sizes.
 
-`checks` describes mesh axes and has each check of axes, ranks and sizes once; `names` has logical
-axes, rules and the dimensions that they resolve to; `resolve` is the one resolution, with policies
-for sizes that are not divisible, and without the Manual axes of a shard_map; `standard` has
-ready-made rules.
+`checks` describes mesh axes and has every check of axes, ranks and sizes; `names` has logical
+axes, rules and the dimensions that they resolve to; `resolve` maps names to mesh axes, with
+policies for sizes that are not divisible, and leaves out the Manual axes of a shard_map;
+`standard` has ready-made rules.
 """
 
 from partitioning.rules.checks import (

@@ -1,4 +1,4 @@
-"""Any train state -> its arrays: the path, role and axis names of each.
+"""Finds the arrays of any train state, with the path, role and axis names of each.
 
 The files of this package, in the order in which a state passes through them:
   boxes: the objects that carry axis names, and the arrays inside them.

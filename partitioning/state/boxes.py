@@ -20,7 +20,7 @@ Carrier = Literal['box', 'variable', 'metadata']
 
 
 class Parameter(NamedTuple):
-    """An array with axis names. Statistics of an optimizer may follow it.
+    """An array with axis names, which statistics of an optimizer may inherit.
 
     Attributes:
       path: its path in the state.
@@ -50,8 +50,8 @@ class Parameter(NamedTuple):
 def pad_names(names: Sequence[Any], rank: int) -> tuple[Any, ...]:
     """The names of all dimensions: if there are fewer names, the last dimensions get None.
 
-    Fewer names mean the same in flax and in a PartitionSpec. An empty tuple stays as it is: it
-    names nothing, so the array would be replicated silently.
+    Flax and PartitionSpecs complete names in the same way. An empty tuple stays empty, because
+    padding it would silently replicate the array.
     """
     if len(names) == rank or not names:
         return tuple(names)
@@ -71,7 +71,7 @@ def _kind(cls: Any) -> Carrier | None:
 
 
 class Entry(NamedTuple):
-    """One leaf of a state, as everything that reads the state sees it.
+    """One leaf of a state: its path, its array, and the object that carries its names.
 
     Attributes:
       path: its place in the state.
@@ -111,17 +111,17 @@ def flatten_state(state: Any) -> FlatState:
     return FlatState(state, [make_entry(key_names(path), x) for path, x in flat], treedef)
 
 
-# For states with boxes: the paths and shapes of all arrays, with the box of each array or None.
+# The paths and shapes of the arrays of known states -> the box of each array, or None.
 KnownBoxes = Mapping[tuple[tuple[Path, tuple[int, ...]], ...], Sequence[Any]]
 _KEPT = 8  # the number of states whose boxes are remembered
 
 
 def with_boxes(state: Any, known: KnownBoxes) -> tuple[FlatState, KnownBoxes]:
-    """A state with its boxes, which is initialized with boxes and trained without them.
+    """Puts boxes back on a state that was initialized with boxes and is trained without them.
 
     A state that carries no names at all gets the boxes of the known state whose arrays have the
-    same paths and shapes. The dtypes and the static fields may differ. The boxes to remember from
-    now on are returned too, the latest first. They hold no arrays.
+    same paths and shapes. The dtypes and the static fields may differ. The second result has the
+    boxes to remember from now on, the latest first. They hold no arrays.
     """
     flat = flatten_state(state)
     carriers = {entry.carrier for entry in flat.entries}
@@ -142,14 +142,14 @@ def with_boxes(state: Any, known: KnownBoxes) -> tuple[FlatState, KnownBoxes]:
 
 
 def _emptied(box: Any) -> Any:
-    """The box, or the boxes inside one another, without an array that takes memory."""
+    """A copy of a box, and of the boxes nested in it, without the array that takes memory."""
     if type(box.value) is jax.ShapeDtypeStruct:
         return box
     return box.replace(value=_emptied(box.value) if is_box(box.value) else 0)
 
 
 def make_entry(path: Path, leaf: Any) -> Entry:
-    """The entry of a leaf, whose array is taken out of its carrier."""
+    """The entry of a leaf, with the array taken out of its carrier."""
     carrier = _kind(leaf.__class__)
     array = leaf if carrier is None else array_of(leaf)
     return Entry(path, leaf, array, shape_of(array), carrier)

@@ -39,7 +39,7 @@ from partitioning.state.path_names import PathRules
 
 Role = Literal['parameters', 'optimizer', 'other']
 
-# The keys of optimizer state and of parameters in states with as_logical_axes(), as in T5X's.
+# The keys of optimizer state and of parameters in states with as_logical_axes(), such as T5X's.
 _OPTIMIZER_KEYS = frozenset({'opt_state', 'param_states', 'state'})
 _PARAMETER_KEYS = frozenset({'params', 'target'})
 
@@ -70,7 +70,7 @@ class Leaf(NamedTuple):
     covered: tuple[tuple[Path, Any], ...] = ()
 
     def pick(self, of_parameter: Sequence[Any], otherwise: Any = None) -> tuple[Any, ...]:
-        """The entries of a sequence, one per dimension of the parameter, that match the leaf's."""
+        """The entry for each dimension of the leaf, from one entry per parameter dimension."""
         return tuple([otherwise if d is None else of_parameter[d] for d in self.dims])
 
     @property
@@ -110,20 +110,20 @@ def walk(
     exact: Mapping[Path, tuple[Any, ...]] | None = None,
     said: Any = None,
 ) -> StateTree[Leaf]:
-    """What the leaves of a train state are.
+    """Finds the role, the parameter and the axis names of each leaf of a train state.
 
     Args:
       state: a pytree, abstract or not, whose parameters carry names, or its FlatState; or an
         object with T5X's `as_logical_axes()`.
       overrides: path rules that name parameters; they win over the names that parameters carry.
-      report: receives every array that lacks the names it should have, or whose shape its parameter
-        does not explain; by default it raises.
-      exact: names of arrays by their exact paths. If given, they are the only source of names, as
-        for a plan that is imposed on the state; an entry may be any object per dimension.
-      said: the logical axes of the state, if `as_logical_axes()` does not have the last word.
+      report: is called with the path and the problem of each array that lacks the names it should
+        have, or does not fit its parameter; by default it raises.
+      exact: the names of arrays by their exact paths, as for a plan that is imposed on the state.
+        If given, they are the only source of names; a name may be any object.
+      said: the logical axes to use in place of the result of `as_logical_axes()`.
 
     Raises:
-      ValueError: if no parameter has names, if a path rule names nothing, or what `report` raises.
+      ValueError: if no parameter has names, if a path rule has no effect, or if `report` raises it.
     """
     if exact is None and (said is not None or says_itself(state)):
         if overrides:
@@ -154,8 +154,8 @@ def says_itself(state: Any) -> bool:
 def get_logical_axes(state: Any, overrides: PathRules = ()) -> Any:
     """The logical axes of a train state: the same tree with AxisNames in place of every array.
 
-    It takes and raises what `walk` does. A state with T5X's `as_logical_axes()` returns the
-    result of that method.
+    The arguments and errors are as in `walk`. If the state has T5X's `as_logical_axes()`, the
+    result of that method is returned.
     """
     if says_itself(state):
         return state.as_logical_axes()
@@ -196,7 +196,7 @@ def _origin(
         if owner is not None and own.carried == known.carried.get(owner.path, owner).carried:
             return role, owner, dims  # the names came along with the copy
         if owner is not None and len(own.names) == len(owner.shape or ()):
-            # They are nnx's optimizer_sharding, which replaces the names of the parameter.
+            # The names are nnx's optimizer_sharding, which replaces the names of the parameter.
             return role, own._replace(shape=owner.shape), dims
     if len(own.names) != len(shape):
         raise ProblemError(names_rank_problem(own.names, shape))
@@ -225,7 +225,7 @@ def _as_it_says(state: Any, said: Any) -> StateTree[Leaf]:
 
 
 def _matched_by_path(named: Sequence[tuple[Path, Any]], state: Any) -> list[Any]:
-    """The array of each path, or for a subtree its arrays by path, or None if there is none.
+    """For each path, its array, or the arrays below it by their paths, or None if it has none.
 
     The tree of as_logical_axes() may differ from the state in fields that are empty in one
     of them, such as the collections that T5X's states do not have.

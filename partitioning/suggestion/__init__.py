@@ -1,7 +1,7 @@
-"""Suggests path rules for states without names, and shows which arrays path rules take.
+"""Suggests path rules for states without names, and shows which arrays path rules match.
 
-`suggested_rules` writes the rules and their regular expressions: `dimension_names` reads the paths
-and chooses a name for each dimension. `rule_matches` is the dry run.
+`dimension_names` chooses a name for each dimension from the paths, and `suggested_rules` writes the
+rules with their regular expressions. `rule_matches` is a dry run of path rules.
 """
 
 from partitioning.suggestion.rule_matches import (

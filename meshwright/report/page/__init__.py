@@ -1,4 +1,4 @@
-"""`forecast.html`: forecasts as one file that a browser shows without a network."""
+"""Writes `forecast.html`: forecasts as one file that a browser shows without a network."""
 
 from meshwright.report.page.document import (
     render_page as render_page,

@@ -1,4 +1,4 @@
-"""The arrays of the arguments with their layouts, and the largest buffers besides them."""
+"""Tables of the page: the arrays of the arguments, replicated arrays, and the largest buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What devices exchange: the bytes over each axis, and every collective with its cause."""
+"""Draws what devices exchange: the bytes over each axis, and each collective with its cause."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COLUMNS = (
     Column(key='overlap', title='overlap'),
     Column(key='cause', title='where it comes from', wide=True),
 )
-_SMALL = 0.001  # smaller shares of the largest axis have no bar
+_SMALL = 0.001  # an axis with a smaller share of the largest axis has no bar
 _LONGEST = 120  # characters of the names of arrays
 
 _Exchange = tuple[Collective, Cause | None]
@@ -87,7 +87,7 @@ def _by_axis(forecast: Forecast) -> Html:
 
 
 def _alike(exchanges: Iterable[_Exchange]) -> list[list[_Exchange]]:
-    """Groups exchanges that only differ in their arrays, those with the most bytes first."""
+    """Groups exchanges that differ only in their arrays, the group with the most bytes first."""
     groups: dict[object, list[_Exchange]] = collections.defaultdict(list)
     for collective, cause in exchanges:
         c = collective
@@ -105,7 +105,7 @@ def _row(forecast: Forecast, group: Sequence[_Exchange]) -> list[Cell]:
     within = f'{network}, {collective.group_size} each'
     hidden = 'asynchronous' if collective.asynchronous else 'synchronous'
     if forecast.back_end == 'none':
-        hidden = '-'  # only a compiler decides it
+        hidden = '-'  # only a compiler decides what overlaps
     return [
         Cell(content=[tag('b', collective.kind), tag('small', shown, class_='code')]),
         Cell(content=[_axes(collective.axes), tag('small', within, class_='short')]),

@@ -25,12 +25,12 @@ AxisName = str | tuple[str, ...]
 
 
 class CompressionState(NamedTuple):
-    """What a step leaves for the next one: the rounding errors of each worker.
+    """The rounding errors of each worker, which a step leaves for the next one.
 
     Attributes:
       error: a tree like the parameters, of arrays [workers, *shape] in float32 or wider. Inside a
-        shard_map over the workers they are [1, *shape]. A parameter that is not floating has None.
-        Without error feedback, `error` is None.
+        shard_map over the workers they are [1, *shape]. Parameters that are not floating
+        have None. Without error feedback, `error` is None.
     """
 
     error: Any
@@ -70,8 +70,8 @@ def compress_gradients(
       error_feedback: whether to keep the rounding error and add it to the next gradient. Errors
         that are not finite are dropped.
       axis_name: the mesh axis or axes of the workers, in a `jax.shard_map` over them.
-      mesh: the mesh, or the sizes of its axes. It is needed if both of the above are set, because
-        the state has an error for each worker.
+      mesh: the mesh, or the sizes of its axes. It is needed if error_feedback and axis_name are
+        both set, because the state has an error for each worker.
 
     Returns:
       A transformation to put at the start of a chain. It changes only floating gradients and
@@ -167,9 +167,9 @@ def _count_workers(error_feedback: bool, axis_name: AxisName | None, mesh: MeshL
 def _compressed(
     gradient: Any, error: Any, sent: Any, axis_name: AxisName | None
 ) -> tuple[Any, Any]:
-    """The mean of what all workers send of one gradient, and this worker's new rounding error.
+    """The mean of one gradient over all workers, and this worker's new rounding error.
 
-    The errors, [1, *shape], are None without error feedback.
+    The old and the new error are [1, *shape]. Both are None without error feedback.
     """
     if not _is_floating(gradient):
         return gradient, None
@@ -186,13 +186,13 @@ def _compressed(
     rounded = jax.lax.optimization_barrier(wanted.astype(sent))
     mean = rounded
     if axis_name is not None:
-        # Under shard_map(check_vma=False), jax neither tracks this nor sums gradients.
+        # Under shard_map(check_vma=False), jax does not sum gradients, and no axis is in `own`.
         for axis in as_tuple(axis_name):
             own = varying_axes(jax.lax.axis_index(axis))
             if axis in own and axis not in varying_axes(gradient):
                 raise ValueError(
-                    f'a gradient of shape {jnp.shape(gradient)} is already summed over {axis!r}, '
-                    'uncompressed: give jax.grad '
+                    f'a gradient of shape {jnp.shape(gradient)} is already summed over {axis!r} '
+                    'without compression: take the gradient at '
                     f"jax.lax.pcast(params, {axis!r}, to='varying')"
                 )
         total = jax.lax.psum(rounded, axis_name).astype(_wide(gradient))

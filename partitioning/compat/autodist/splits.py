@@ -38,7 +38,7 @@ class PartitionerConfig:
 
     Args:
       partition_list: the number of shards along each dimension.
-      partition_str: the same numbers as text. Give one of the two; the attribute has no blanks.
+      partition_str: the same numbers as text, in place of the list. The attribute omits blanks.
 
     Raises:
       ValueError: if neither or both are given, if a number is not an integer >= 1, or if none or
@@ -85,8 +85,8 @@ class PartitionerConfig:
         """The spec that cuts the variable over the only mesh axis whose size is `num_shards`.
 
         Raises:
-          ValueError: if no mesh axis or several have that size, or if the shape of the variable is
-            given and has another rank or does not divide.
+          ValueError: if no mesh axis or several have that size, or if `shape` is given and has
+            another rank or a size that the shards do not divide.
         """
         sizes = axis_sizes(mesh)
         fitting = [axis for axis, size in sizes.items() if size == self.num_shards]
@@ -132,7 +132,7 @@ class PartitionerConfig:
 
 
 def split_sizes(size: int, num_shards: int) -> tuple[int, ...]:
-    """The number of rows in each shard of a dimension: all equal, or the first ones one larger.
+    """The number of rows in each shard. The first shards get one row more if there is a remainder.
 
     Raises:
       ValueError: if an argument is not an integer >= 1, or if there are more shards than rows.
@@ -168,7 +168,7 @@ def split_rows(
       Two int64 arrays [n]: the shard, and the row within it.
 
     Raises:
-      ValueError: if `axis` is not 0 or the variable has no such row, and as `split_sizes`.
+      ValueError: if `axis` is not 0, if a row is not in the variable, or as in `split_sizes`.
     """
     check_sparse_axis(axis)
     offsets = np.array(split_offsets(size, num_shards))
@@ -194,15 +194,15 @@ def check_sparse_axis(axis: int, name: str = 'this one') -> None:
 
 
 def even_shards(size: int) -> int:
-    """AutoDist's number of equal shards for a dimension: its smallest divisor above 1."""
+    """The number of equal shards that AutoDist uses: the smallest divisor of `size` above 1."""
     divisors = (n for n in range(2, int(size**0.5) + 1) if size % n == 0)
     return max(next(divisors, size), 1)
 
 
 def uneven_shards(size: int) -> int:
-    """UnevenPartitionedPS's number of shards for a dimension: the smallest that does not divide it.
+    """The number of shards that UnevenPartitionedPS uses: the smallest that does not divide `size`.
 
-    Every number up to 2 divides 1 and 2, so a dimension of these sizes gets one shard per row.
+    If no number below `size` fits, which is so for 1 and 2, each row gets a shard.
     """
     return max(next((n for n in range(2, size) if size % n), size), 1)
 
@@ -210,7 +210,8 @@ def uneven_shards(size: int) -> int:
 def split_axis(mesh: MeshLike, mesh_axis: str | None = None) -> str:
     """The mesh axis that variables are split over.
 
-    By default it is 'data', or the only axis larger than 1 if 'data' is missing or has size 1.
+    By default it is 'data', or the only axis larger than 1 if 'data' is missing or has size 1, or
+    the first axis if all have size 1.
 
     Raises:
       ValueError: if the axis does not exist, or if it is not given and several could be meant.
@@ -234,7 +235,7 @@ def _check_counts(counts: Any) -> list[int]:
     """The numbers of shards, if they are valid and exactly one of them is above 1."""
     if isinstance(counts, str) or not isinstance(counts, Iterable) or not (counts := [*counts]):
         raise ValueError(
-            f'partition_list={counts!r} must be a number of shards per dimension, such as [1, 4, 1]'
+            f'partition_list={counts!r} must list the number of shards per dimension, as [1, 4, 1]'
         )
     if not all(is_count(count) for count in counts):
         raise ValueError(f'the numbers of shards must be integers >= 1, not {counts}')

@@ -1,6 +1,6 @@
-"""What is wrong with the arguments of a call: values, trees, shapes and places.
+"""Finds what is wrong with the arguments and the result of a call: values, trees, and layouts.
 
-Each function yields one message per problem, which names the argument and the array in it.
+Each `..._problems` yields one message per problem, which names the argument and its array.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from partitioning.state.structures import TreeMismatchError, pair_leaves, short_
 
 
 def entry_problems(boundary: Boundary, args: Sequence[Any]) -> Iterator[str]:
-    """There must be an entry for each positional argument that is not static."""
+    """Yields a message unless each positional argument that is not static has an entry."""
     if not isinstance(boundary.in_shardings, tuple):
         return
     names = [boundary.arguments.name(i) for i in boundary.dynamic_indices(len(args))]
@@ -42,12 +42,12 @@ def entry_problems(boundary: Boundary, args: Sequence[Any]) -> Iterator[str]:
         passed = f'only {", ".join(names)}' if names else 'no argument'
         yield (
             f'in_axis_resources has {entries}, but {passed} was passed: pass an argument '
-            'for each entry, also where it has a default'
+            'for each entry, even if the parameter has a default'
         )
 
 
 def static_problems(boundary: Boundary, args: Sequence[Any]) -> Iterator[str]:
-    """Static arguments must be hashable."""
+    """Yields a message for each static argument that is not hashable."""
     for i in boundary.static:
         if i >= len(args):
             continue
@@ -56,13 +56,16 @@ def static_problems(boundary: Boundary, args: Sequence[Any]) -> Iterator[str]:
         except TypeError:
             yield (
                 f'the static argument {boundary.arguments.name(i)} is a {type(args[i]).__name__}, '
-                'which is not hashable: pass a tuple or a frozen dataclass, or an array that is '
-                'not static'
+                'which is not hashable: pass a tuple or a frozen dataclass; if it is an array, '
+                'remove it from static_argnums'
             )
 
 
 def value_problems(name: str, index: int | None, value: Any, abstract: bool) -> Iterator[str]:
-    """Every leaf must be a number or an array; a ShapeDtypeStruct only if the call is abstract."""
+    """Yields a message for each leaf that is not a number or an array.
+
+    If `abstract` is True, leaves may also be ShapeDtypeStructs.
+    """
     for path, leaf in jax.tree_util.tree_leaves_with_path(value):
         where = f'{name}{jax.tree_util.keystr(path)}'
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -92,7 +95,7 @@ def value_problems(name: str, index: int | None, value: Any, abstract: bool) -> 
 
 
 def static_field_problems(arguments: Sequence[Argument]) -> Iterator[str]:
-    """An argument that is passed by name must have the static fields of its entry."""
+    """Yields a message for each argument whose static fields differ from its entry."""
     for argument in arguments:
         try:
             for _ in argument.pairs(static_fields=True):
@@ -106,7 +109,7 @@ def static_field_problems(arguments: Sequence[Argument]) -> Iterator[str]:
 
 
 def fit_problems(boundary: Boundary, arguments: Sequence[Argument]) -> Iterator[str]:
-    """The trees and shapes of the arguments must fit their entries."""
+    """Yields a message for each argument whose tree or shapes do not fit its entry."""
     misfits = [argument for argument in arguments if any(_misfits(boundary, argument))]
     if not misfits:
         return
@@ -126,7 +129,7 @@ def fit_problems(boundary: Boundary, arguments: Sequence[Argument]) -> Iterator[
 
 
 def result_problems(boundary: Boundary, result: Any) -> Iterator[str]:
-    """The result must fit out_axis_resources."""
+    """Yields a message for each part of the result that does not fit out_axis_resources."""
     try:
         for path, sharding, leaf in pair_leaves(
             boundary.out_shardings, result, prefix=True, static_fields=False
@@ -147,7 +150,7 @@ def result_problems(boundary: Boundary, result: Any) -> Iterator[str]:
 def layout_problems(
     boundary: Boundary, argument: Argument, *, only_other_meshes: bool = False
 ) -> Iterator[str]:
-    """Arrays that were put somewhere must be where their entry says."""
+    """Yields a message for each array that jax does not move to the layout of its entry."""
     for path, sharding, leaf in argument.pairs():
         where = f'{argument.name}{jax.tree_util.keystr(path)}'
         if sharding is None:
@@ -171,7 +174,10 @@ def layout_problems(
 
 
 def device_problems(boundary: Boundary, keywords: Mapping[str, Any]) -> Iterator[str]:
-    """Keyword arguments keep their layout, so they must be on the devices of the mesh."""
+    """Yields a message for each array in `keywords` that is not on the devices of the mesh.
+
+    Keyword arguments keep their layout, so jax does not move them.
+    """
     if not isinstance(boundary.mesh, Mesh):
         return
     devices = set(boundary.mesh.devices.flat)
@@ -187,10 +193,10 @@ def device_problems(boundary: Boundary, keywords: Mapping[str, Any]) -> Iterator
 
 
 def pmap_hint(argument: Argument, mesh: Mesh, leaf: Any, sharding: Sharding) -> str:
-    """A hint if an array seems to have the leading dimension of devices that pmap needs.
+    """A hint if the first dimension of an array seems to count devices, as for pmap; else ''.
 
-    It is certain if `jax_utils.replicate` laid out the array. The specs of a plan have one entry
-    per dimension, so an array with one dimension more is suspicious too.
+    The hint is certain if `jax_utils.replicate` laid out the array. The specs of a plan have one
+    entry per dimension, so an array with one dimension more is suspicious too.
     """
     shape = np.shape(leaf)
     if not shape or shape[0] not in (mesh.size, jax.local_device_count()):
@@ -212,7 +218,7 @@ def pmap_hint(argument: Argument, mesh: Mesh, leaf: Any, sharding: Sharding) -> 
 
 
 def shard_hint(argument: Argument) -> str:
-    """A hint if a batch may have been reshaped with `jax_utils.shard` for pmap."""
+    """A hint if a batch may have been reshaped with `jax_utils.shard` for pmap; else ''."""
     entry = argument.entry
     if not isinstance(entry, NamedSharding) or entry.is_fully_replicated:
         return ''
@@ -240,12 +246,12 @@ def _misfits(boundary: Boundary, argument: Argument) -> Iterator[str]:
         yield (
             f'{where}: the entry in in_axis_resources has {error.first}, but the argument has '
             f'{error.second}. Make the specs from this {argument.name}, for example with '
-            'partitioner.plan, or pass the one that they were made from'
+            f'partitioner.plan, or pass the {argument.name} from which they were made'
         )
 
 
 def _shape_problems(where: str, leaf: Any, sharding: Sharding) -> Iterator[str]:
-    """An array needs a dimension for each entry of its spec, of a size that its shards divide."""
+    """Yields a message if a spec has too many entries, or shards that do not divide a dimension."""
     if not isinstance(sharding, NamedSharding):
         return
     shape, spec = np.shape(leaf), sharding.spec
