@@ -1,11 +1,11 @@
-"""A trainer for any objective, which connects partitioner, data, optimizer and checkpoints.
+"""Trains any objective: connects a partitioner, data, an optimizer and checkpoints.
 
 Usage:
   from train import TrainConfig, train
   state = train(TrainConfig(model_dir='runs/mine', objective=..., task=..., ...))
 
-`__init__.pyi` lists every name with its module, which is imported when the name is first used: so
-commands start at once, and those that show meshes and plans need no packages of the trainer.
+A module is imported when one of its names, listed in `__init__.pyi`, is first used. So commands
+start fast, and commands that only show meshes and plans do not need the trainer's packages.
 """
 
 from partitioning.lazy_names import attach

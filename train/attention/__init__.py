@@ -1,4 +1,4 @@
-"""Attention behind one function, computed in the way that suits the machine."""
+"""One function for attention, which chooses the implementation that suits the machine."""
 
 from train.attention.choosing import attend as attend
 from train.attention.settings import (

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: when they are saved, in the background, and what a failure means."""
+"""The checkpoints of a run: decides when to save, saves in the background, deletes old ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Checkpoints(CheckpointReader):
       restore: the settings that name `directory`, if it belongs to another run.
 
     Attributes:
-      texts: the files that describe the run, by name, which are saved with each checkpoint.
+      texts: the text files that are saved with each checkpoint, by name. They describe the run.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Checkpoints(CheckpointReader):
         self._saving: threading.Thread | None = None
         self._postponed = self._has_directory = False
         self._failure: FailedSave | None = None
-        # Steps whose names and sizes are right, but whose content turned out to be damaged.
+        # Steps whose files have the right names and sizes, but damaged contents.
         self._found_damaged = set[int]()
 
     # The format, which subclasses may change.
@@ -77,7 +77,7 @@ class Checkpoints(CheckpointReader):
     parameters: ClassVar[str] = 'params/'  # the beginning of the names of the parameters
 
     def tree(self, state: Any) -> Any:
-        """The arrays to save, in the structure in which they are saved."""
+        """Returns the arrays to save, in the structure that the checkpoint stores."""
         return state
 
     def path(self, step: int) -> epath.Path:
@@ -104,12 +104,12 @@ class Checkpoints(CheckpointReader):
         )
 
     def latest_step(self) -> int | None:
-        """Returns the step of the newest good checkpoint when all saves have ended, or None."""
+        """Waits for all saves, and returns the step of the newest good checkpoint, or None."""
         self.wait()
         return max(self.steps(), default=None)
 
     def record(self, step: int) -> StepRecord | None:
-        """What is known about a saved step, or None if another program saved it."""
+        """Returns the record of a saved step, or None if another program saved it."""
         return read_record(self.path(step))
 
     # Saving.
@@ -147,8 +147,8 @@ class Checkpoints(CheckpointReader):
     ) -> None:
         """Starts to save a state. Files are written in the background while training continues.
 
-        All processes must call it together. It waits for an earlier save. A failure does not raise:
-        `failure` returns it.
+        All processes must call it together. It waits for an earlier save. If the save fails,
+        nothing is raised here; `failure` returns the error.
 
         Args:
           step: the step of the state. If there is a good checkpoint of it, nothing is saved.
@@ -182,19 +182,19 @@ class Checkpoints(CheckpointReader):
             self.wait()
 
     def failure(self) -> FailedSave | None:
-        """The failure of a save that has not been reported yet, or None. It never waits."""
+        """Returns a failure that it has not returned before, or None. It never waits."""
         failure, self._failure = self._failure, None
         return failure
 
     def wait(self) -> None:
-        """Waits until nothing is being written."""
+        """Waits until the current save has ended."""
         if self._saving is not None:
             with awaiting_threads():
                 self._saving.join()
             self._saving = None
 
     def close(self) -> None:
-        """Waits until everything is written.
+        """Waits until everything is written, and closes the writer.
 
         Raises:
           FailedSave: if a save has failed and `failure` has not returned it.
@@ -237,7 +237,7 @@ class Checkpoints(CheckpointReader):
         return bool(agree_on(exists))
 
     def check_writable(self) -> None:
-        """Checks that checkpoints can be saved in their folder, if it exists, before the first is.
+        """Checks before the first save that the folder, if it exists, can be written.
 
         Raises:
           ConfigError: if it is not a folder, or cannot be written.
@@ -254,7 +254,7 @@ class Checkpoints(CheckpointReader):
                 )
 
     def _check_directory(self) -> None:
-        """Creates the folder of checkpoints once. If it is gone later, that is not an accident."""
+        """Creates the folder once. Raises if it is missing later, because someone removed it."""
         if is_remote(self.directory):
             return
         if not self._has_directory:
@@ -269,7 +269,7 @@ class Checkpoints(CheckpointReader):
 
     def _start(self, about: StepRecord, tree: Any) -> None:
         if self._writer is None:
-            from train.checkpoints.orbax.writer import StepWriter  # A run can begin without Orbax.
+            from train.checkpoints.orbax.writer import StepWriter  # Only saving needs Orbax.
 
             self._writer = StepWriter(self.directory, self.prefix, self.items, self.use_ocdbt)
         texts: dict[str, Mapping[str, str]] = {name: {} for name in self.items}
@@ -277,12 +277,12 @@ class Checkpoints(CheckpointReader):
         self._writer.start(about.step, tree, texts, self._saved_dtype)
 
     def _saved_dtype(self, name: str, array: Any) -> Any:
-        """The dtype in which an array is saved, or None if it is its own."""
+        """Returns the dtype in which an array is saved. None keeps its own."""
         is_parameter = name.startswith(self.parameters) and is_floating(array)
         return self._config.dtype if is_parameter else None
 
     def _finish(self, step: int) -> None:
-        """Completes a save: waits for Orbax, writes the manifest, and deletes what is too old."""
+        """Completes a save: waits for Orbax, writes the manifest, and deletes surplus steps."""
         assert self._writer is not None
         path = self.path(step)
         try:
@@ -307,14 +307,14 @@ class Checkpoints(CheckpointReader):
             )
 
     def _fail(self, step: int, error: Exception) -> None:
-        """Keeps a failure for `failure`, and frees the space that the save has taken."""
+        """Records the error for `failure`, and frees the space that the save has taken."""
         self._failure = FailedSave(
             f'checkpoint {self.path(step)} cannot be saved ({describe_error(error)})'
         )
         self._failure.__cause__ = error
         if isinstance(error, FileExistsError):
             return
-        self._writer = None  # Its state is not known any more.
+        self._writer = None  # Its state is unknown.
         if jax.process_index() == 0 and not is_remote(self.directory):
             remove_failed(self.path(step))
         if self._config.on_failure == 'stop':
@@ -339,7 +339,7 @@ def find_surplus(
         kept |= {step for step in steps if step % config.keep_period == 0}
     if config.keep_best:
         sign = 1 if config.best_mode == 'min' else -1
-        scored = [step for step in newest_first if step in scores]  # of equal ones, the newest
+        scored = [step for step in newest_first if step in scores]  # the newest wins ties
         kept |= set(sorted(scored, key=lambda step: sign * scores[step])[: config.keep_best])
     return sorted(set(steps) - kept)
 
@@ -347,7 +347,7 @@ def find_surplus(
 def delete_surplus(
     directory: epath.Path, prefix: str, steps: Collection[int], config: CheckpointConfig
 ) -> None:
-    """Deletes the steps that the settings do not keep, of those this package has written.
+    """Deletes the steps that the settings do not keep. This package must have written all steps.
 
     Raises:
       OSError: if a step cannot be deleted.

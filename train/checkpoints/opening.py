@@ -1,7 +1,7 @@
-"""Opens the checkpoints that settings name: of a run, or of another run that it starts from.
+"""Opens the checkpoints of a run, or of another run that it starts from, as its settings say.
 
-The functions choose what to do by the type of the settings, so that another format of checkpoints,
-such as T5X's, registers how its settings are opened.
+The functions dispatch on the type of the settings. Another format of checkpoints, such as T5X's,
+registers implementations for its own settings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from train.paths import as_path
 
 @functools.singledispatch
 def open_checkpoints(config: CheckpointConfig, model_dir: epath.Path) -> Checkpoints:
-    """Opens the checkpoints in the folder of a run, which may be none yet.
+    """Opens the checkpoints in the folder of a run, which may have none yet.
 
     Raises:
       ConfigError: if the folder of the run contains checkpoints of T5X.
@@ -43,11 +43,11 @@ def find_checkpoint(
 ) -> tuple[epath.Path, int]:
     """Finds the checkpoint that a run starts from.
 
-    It looks at files only, so processes need not wait for each other.
+    It only reads files, and does not wait for other processes.
 
     Args:
       restore: the settings that name it.
-      say: receives one line for each folder that mode 'latest' skips.
+      say: prints one line for each folder that mode 'latest' skips.
 
     Returns:
       The folder of checkpoints, and the step to restore.
@@ -68,7 +68,7 @@ def find_checkpoint(
     if t5x_name or t5x_steps(path):
         run, step = (path.parent, t5x_name[1]) if t5x_name else (path, '<step>')
         raise ConfigError(
-            f'{restore.setting} {path} is of T5X: restore it with '
+            f'{restore.setting} {path} is a checkpoint of T5X: restore it with '
             'train.t5x.checkpoint_configs.RestoreCheckpointConfig(path=...).translated(). '
             f'A checkpoint of this trainer is {run / "checkpoints" / step}'
         )
@@ -92,7 +92,7 @@ def find_checkpoint(
 def _find_step(
     restore: RestoreConfig, path: epath.Path, folder: epath.Path, say: Callable[[str], None]
 ) -> int | None:
-    """The step to restore, with or without a manifest, or None if there is none."""
+    """Returns the step to restore, which may lack a manifest, or None if there is no such step."""
     paths = {int(path.name): path} if restore.mode == 'specific' else find_steps(folder)[0]
     for step, candidate in reversed(paths.items()):
         found = examine(candidate, step, contents=True)
@@ -100,14 +100,14 @@ def _find_step(
             return step
         if restore.mode == 'specific' and found.status == 'damaged':
             raise DamagedCheckpoint(f'{restore.setting}: {found.reason}: restore another one')
-        say(f'{found.reason}: an older one is looked for')
+        say(f'{found.reason}: looking for an older one')
     return None
 
 
 @functools.singledispatch
 def open_restored(restore: RestoreConfig, folder: epath.Path) -> CheckpointReader:
     """Opens the folder that `find_checkpoint` returned."""
-    from train.checkpoints.weights import Weights, is_weights  # loads the models of Hugging Face
+    from train.checkpoints.weights import Weights, is_weights  # imports our models
 
     if is_weights(folder):
         return Weights(folder, restore)

@@ -1,4 +1,4 @@
-"""The command `meshwright`. Each of its commands imports only what it needs."""
+"""The command line `meshwright`. Each command imports only what it needs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from train.processes import signals
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one of the commands.
+    """Runs a command of `meshwright`.
 
     Args:
-      arguments: the name of the command and its arguments, by default from this process.
+      arguments: the name of the command and its arguments, by default this process's.
 
     Returns:
       The exit status: 0, 1 if plans differ, 2 after an error, 75 after SIGTERM or SIGHUP, or 130
@@ -37,8 +37,8 @@ def run_module(module: str, function: str, arguments: Sequence[str]) -> int:
     """Runs the command `python -m MODULE`.
 
     Args:
-      module: the module.
-      function: its function in train.cli.
+      module: the name of the module, for messages.
+      function: the function of train.cli that does the work, such as 'training.train'.
       arguments: the arguments of the function.
 
     Returns:
@@ -65,7 +65,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _find(name: str) -> Callable[[Sequence[str], str], int]:
-    """Imports a function of train.cli, named with its module."""
+    """Imports a function of train.cli, such as 'training.train'."""
     module, function = name.split('.')
     return getattr(importlib.import_module(f'train.cli.{module}'), function)
 

@@ -22,7 +22,7 @@ Batch = dict[str, jax.Array]
 def abstract_batch(
     row: Row, batch_size: int, partitioner: BasePartitioner
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the ShapeDtypeStructs of a batch of such rows, each [batch, ...]."""
+    """Returns the ShapeDtypeStructs of a batch of rows like `row`, each [batch, ...]."""
     sharding = NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
     return {
         name: jax.ShapeDtypeStruct((batch_size, *shape), dtype, sharding=sharding)
@@ -33,7 +33,7 @@ def abstract_batch(
 class LocalBatches:
     """The rows that one process reads in each step, with random access by step.
 
-    It has the interface of a Grain source, and it is endless.
+    This is an endless source with the interface of a Grain source.
 
     Args:
       rows: endless rows with random access.
@@ -42,7 +42,7 @@ class LocalBatches:
         `partitioner.get_data_layout(batch_size).row_indices`.
 
     Raises:
-      ConfigError: if `batch_size` is not a count, or if `row_indices` are not rows of the batch.
+      ConfigError: if `batch_size` is not an integer >= 1, or if `row_indices` is invalid.
     """
 
     def __init__(self, rows: Any, batch_size: int, row_indices: Sequence[int]):
@@ -67,15 +67,15 @@ class LocalBatches:
 class FiniteBatches(LocalBatches):
     """The rows of a finite set that one process reads. Rows of zeros fill up the last batch.
 
-    Batches have an additional array, 'row_weights', float32 [rows]: 0 for these rows of zeros, and
-    1 for all others.
+    Batches have an additional array, 'row_weights', float32 [rows]: 0 for rows that fill up the
+    last batch, and 1 for all others.
 
     Args:
       rows: the finite set, with random access.
       batch_size, row_indices: as for `LocalBatches`.
 
     Raises:
-      ConfigError: if there are no rows, or as for `LocalBatches`.
+      ConfigError: if there are no rows, or if `LocalBatches` raises it.
     """
 
     def __init__(self, rows: Sequence[Row], batch_size: int, row_indices: Sequence[int]):

@@ -1,1 +1,1 @@
-"""Evaluators: scores of a state on held-out rows, samples of text, and whatever users add."""
+"""Evaluators, which score a state on held-out rows, or write its predictions or samples."""

@@ -1,4 +1,4 @@
-"""Translates the names of another system, such as T5X, in gin files to the names used here."""
+"""Translates names of another system, such as T5X, in gin files to the names of this package."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class Aliases:
     """The names of another system. The command that reads gin files decides which system that is.
 
     Attributes:
-      packages: the packages of the system. Importing one of their modules imports nothing here.
-      names: the modules of the system, each with the module here that has its names, and single
-        functions and classes of the system, each with its name here.
-      scripts: the functions that files configure as `__main__.<function>`, each with its module
-        here. `__main__` is the script that the system runs, so the name decides which one it is.
-      gone: for the full name of a configurable here, the parameters that the files bind although
-        the system no longer has them, each with the reason why the setting changes nothing.
+      packages: the packages of the system. A gin file that imports their modules imports nothing.
+      names: for a module of the system, the module here that replaces it; for a function or class
+        of the system, its full name here.
+      scripts: for each function that files configure as `__main__.<function>`, its module here.
+        `__main__` is the script that runs, so the function decides which module is meant.
+      gone: for the full name of a configurable here, parameters that old files set and the system
+        no longer has, each with the reason why the setting changes nothing.
       scopes: the scopes of the files. A run may leave some of them unused.
-      adjust: changes the configuration after all statements, which it receives.
+      adjust: a function of all statements that changes the configuration after they are applied.
     """
 
     packages: Sequence[str] = ()
@@ -36,13 +36,13 @@ class Aliases:
         return module.split('.')[0] in self.packages
 
     def provides(self, module: str) -> bool:
-        """Whether names of a module of the system have an equivalent here."""
+        """Whether any name of a module of the system has an equivalent here."""
         return any(f'{name}.'.startswith(f'{module}.') for name in self.names)
 
     def translate(self, name: str) -> str:
-        """Returns our full name of a name of the system, such as `t5x.utils.DatasetConfig`.
+        """Returns the full name here for a name of the system, such as `t5x.utils.DatasetConfig`.
 
-        A name of another package, or without an equivalent, is returned unchanged.
+        A name that has no equivalent here, or is of another package, is returned unchanged.
         """
         head, _, rest = name.partition('.')
         if head == '__main__':

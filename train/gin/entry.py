@@ -1,4 +1,4 @@
-"""What gin files describe: the function that a command calls, the settings of a run, its model."""
+"""Finds what gin files configure: the function to call, the settings of a run, or its model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENTRY_POINTS = (
 
 
 def find_entry() -> Callable[..., Any]:
-    """Returns the entry point that the configuration sets parameters of, or `train`.
+    """Returns the entry point whose parameters the configuration sets, by default `train`.
 
     Raises:
       ConfigError: if the configuration sets parameters of several entry points.
@@ -71,20 +71,20 @@ def find_config() -> Any:
 
 
 def find_model(text: str, aliases: Aliases = NO_ALIASES) -> Any:
-    """Returns the settings of the model that a gin file configures, without devices and data.
+    """Returns the settings of the model that a gin file configures, without using devices or data.
 
     Args:
-      text: the text of the file, for example of the `config.gin` of a run.
+      text: the text of the file, for example of a run's `config.gin`.
       aliases: names of another system that it may use.
 
     Returns:
-      The `config` of the model, or None if the file configures no objective with such a model.
+      The `config` of the model, or None if the file does not configure a model that has one.
 
     Raises:
       ConfigError: if the file is invalid.
     """
     configure(parse(text, 'config.gin'), aliases=aliases)
     settings = gin.get_bindings('train.config.TrainConfig', resolve_references=False)
-    # gin calls what a reference names when it copies the reference.
+    # When gin copies a reference, it calls the function that the reference names.
     objective = copy.deepcopy(settings.get('objective'))
     return getattr(getattr(objective, 'model', None), 'config', None)

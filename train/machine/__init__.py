@@ -1,1 +1,1 @@
-"""The machine of a run: its devices, the options of its compiler, and the cache of its programs."""
+"""The machine of a run: its devices, compiler options, and cache of compiled programs."""

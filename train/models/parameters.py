@@ -19,7 +19,7 @@ Params = dict[str, Any]
 class Parameter:
     """The logical axes and the shape of an array, and the standard deviation of its initial values.
 
-    If `std` is 0, they are `constant`.
+    If `std` is 0, all initial values are `constant`.
     """
 
     names: tuple[str | None, ...]
@@ -28,17 +28,17 @@ class Parameter:
     constant: float = 0.0
 
     def create(self, key: jax.Array, dtype: str) -> jax.Array:
-        """Returns initial values: constant, or normal within two standard deviations."""
+        """Returns the initial values: constant, or drawn from a truncated normal distribution."""
         if not self.std:
             return jnp.full(self.shape, self.constant, dtype)
-        # Layer by layer, in two dimensions: XLA takes long to compile random arrays of more.
+        # One layer at a time, with heads and kv as one dimension: XLA compiles that faster.
         sizes = list[int]()
         for name, size in zip(self.names, self.shape, strict=True):
             sizes[-1:] = [sizes[-1] * size] if name == 'kv' else [*sizes[-1:], size]
 
         def draw(key: jax.Array, shape: list[int]) -> jax.Array:
             normal = jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
-            return (normal * (self.std / 0.87962566)).astype(dtype)  # the deviation of `normal`
+            return (normal * (self.std / 0.87962566)).astype(dtype)  # the std of `normal`
 
         if self.names[0] != 'layers':
             return draw(key, sizes).reshape(self.shape)
@@ -70,7 +70,7 @@ def _layer(c: TransformerConfig) -> dict[str, Parameter]:
     kv_heads = c.kv_heads_axis
     size = {'embed': c.embed_dim, 'heads': c.num_heads, kv_heads: c.num_kv_heads}
     size |= {'kv': c.head_dim, 'mlp': c.mlp_dim}
-    # The logical axes of each matrix, how many of them are its input, and its bias in `biases`.
+    # A matrix's logical axes, how many of them are inputs, and its group in `biases`.
     matrices = {
         'attention/query': (('embed', 'heads', 'kv'), 1, 'qkv'),
         'attention/key': (('embed', kv_heads, 'kv'), 1, 'qkv'),
@@ -90,7 +90,7 @@ def _layer(c: TransformerConfig) -> dict[str, Parameter]:
         shape = tuple(size[name] for name in names)
         std = math.prod(shape[:num_in]) ** -0.5
         if names[-1] == 'embed':
-            # Each layer adds two branches. Their sum then has the scale of the embedding.
+            # Each layer adds two branches. This keeps the sum of all at the scale of embeddings.
             std *= (2 * c.num_layers) ** -0.5
         if path.startswith('mlp/') and c.experts is not None:
             names = ('expert', *('expert_mlp' if name == 'mlp' else name for name in names))

@@ -1,4 +1,4 @@
-"""What a run minimizes: objectives, and the models that they train."""
+"""Objectives, which define the loss that a run minimizes, and the models that they train."""
 
 from train.objectives.model import Model as Model
 from train.objectives.modules import LinenModel as LinenModel, as_model as as_model

@@ -1,4 +1,4 @@
-"""What a run minimizes: the interface between the trainer and any model."""
+"""The objective of a run: the interface between the trainer and any model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Loss(NamedTuple):
 
     Attributes:
       total: the sum to minimize, a scalar. Gradients are divided by the weight of the whole batch.
-      sums: the sums to report, scalars. 'weight' is their divisor, by default the number of rows.
-        'loss' is reported as the loss, by default `total`.
+      sums: the sums to report, scalars. Reports divide them by 'weight', which is the number of
+        rows by default. 'loss' is `total` by default.
       variables: the new values of the variables that are not parameters, or {} if nothing changed.
     """
 
@@ -29,7 +29,7 @@ class Loss(NamedTuple):
 
 
 class Objective(abc.ABC):
-    """A model and what it learns.
+    """A model and the loss that it minimizes.
 
     Usage:
       class Reconstruct(Objective):
@@ -68,11 +68,11 @@ class Objective(abc.ABC):
           variables: all other variables, as `init` or the last step returned them.
 
         Returns:
-          A `Loss`, or a tuple with its first values.
+          A `Loss`, or a tuple of its first fields.
         """
 
     def divisor(self, sums: Mapping[str, jax.Array], batch: Batch) -> jax.Array | float:
-        """Returns the divisor of the gradients, given the sums of a whole batch."""
+        """Returns what the gradients are divided by, given the sums over a whole batch."""
         return sums['weight']
 
 
@@ -103,14 +103,14 @@ def compute_loss(
 
 
 def row_weights(batch: Batch) -> jax.Array:
-    """Returns the weights of the rows, float32 [batch]: 1, or 0 for rows that only fill a batch."""
+    """Returns the weights of the rows, float32 [batch]: 0 for rows of padding, otherwise 1."""
     if 'row_weights' in batch:
         return batch['row_weights']
     return jax.numpy.ones(next(iter(batch.values())).shape[0], jax.numpy.float32)
 
 
 def make_eval_step(objective: Objective) -> Callable[[Any, Any, Batch], dict[str, jax.Array]]:
-    """Returns the function (params, variables, batch) -> the sums of the objective."""
+    """Returns a function (params, variables, batch) that computes the sums of the objective."""
 
     def eval_step(params: Any, variables: Any, batch: Batch) -> dict[str, jax.Array]:
         return dict(compute_loss(objective, params, batch, None, variables or {}).sums)
@@ -119,5 +119,5 @@ def make_eval_step(objective: Objective) -> Callable[[Any, Any, Batch], dict[str
 
 
 def mean_metrics(sums: Any) -> Any:
-    """Divides sums by their weight, and leaves the weight out."""
+    """Returns all sums except the weight, divided by the weight."""
     return {name: value / sums['weight'] for name, value in sums.items() if name != 'weight'}

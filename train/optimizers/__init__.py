@@ -1,4 +1,4 @@
-"""Optimizers: optax transformations, masks of weight decay, and Adafactor with T5X's factoring."""
+"""Optimizers: optax transformations, weight-decay masks, and Adafactor with T5X's factoring."""
 
 from train.optimizers.optimizer import (
     LogicalAxes as LogicalAxes,

@@ -1,4 +1,4 @@
-"""Optimizers: optax transformations, plus the details that gin and the trainer's reports need."""
+"""Optimizers: optax transformations with learning rates, clipping, labels and masks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from partitioning.state.boxes import array_of, is_carrier
 from partitioning.state.traversal import Leaf
 from train.errors import ConfigError, check_number
 
-# The logical axes that stack the arrays of several layers.
+# The logical axes of dimensions that stack the arrays of several layers.
 STACKED_AXES = ('layers', 'stack', 'stage')
 
 # The path of each parameter -> the names of its dimensions.
@@ -86,7 +86,7 @@ def global_norm(tree: Any) -> jax.Array:
 
 
 def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm`, which computes the norm in the dtype of the gradients."""
+    """Like `optax.clip_by_global_norm`, but computes the norm in float32."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         norm = global_norm(updates)
@@ -108,13 +108,13 @@ def as_transformation(
 
     Args:
       optimizer: an `Optimizer` or any optax transformation.
-      variables: the variables of the model, or only its parameters, with their logical axes. They
-        let `decay_matrices_only` recognize stacked layers, wherever the transformation uses it,
-        and tell transformations that take `logical_axes` the names.
+      variables: the variables of the model, or only its parameters, with their logical axes. From
+        these, `decay_matrices_only` recognizes stacked layers, and an `Optimizer.transform` that
+        takes `logical_axes` receives them.
       overrides: the path rules of a partitioner that name parameters.
 
     Raises:
-      ConfigError: if it is neither.
+      ConfigError: if `optimizer` is neither an `Optimizer` nor an optax transformation.
     """
     axes = logical_axes_of(variables, overrides)
     tx = optimizer.build(axes) if isinstance(optimizer, Optimizer) else optimizer
@@ -154,10 +154,10 @@ def learning_rate_of(
 
     Args:
       optimizer: the optimizer of the run.
-      opt_state: its state after the update. Schedules follow the updates that it counts, which are
-        fewer than the steps if some were skipped. The rate of a transformation is read from the
-        states of `optax.inject_hyperparams`, if exactly one of them has a 'learning_rate'.
-      step: the number of steps before this one, for optimizers that count no updates.
+      opt_state: its state after the update. The schedule of an `Optimizer` follows the count of
+        updates in this state, which skipped steps do not raise. For other transformations, the rate
+        is read from `optax.inject_hyperparams`, if exactly one of them has a 'learning_rate'.
+      step: the number of steps before this one, used if the state counts no updates.
     """
     if isinstance(optimizer, Optimizer):
         counts = [
@@ -172,12 +172,12 @@ def learning_rate_of(
 
 
 def share_of(total: int, share: float) -> int:
-    """Returns a share of a number of steps, rounded down, such as the steps of a warmup."""
+    """Returns `share` of `total` steps, rounded down, for example the steps of a warmup."""
     return int(total * share)
 
 
 def chain(transformations: Sequence[optax.GradientTransformation]) -> optax.GradientTransformation:
-    """Returns `optax.chain(*transformations)`, because gin cannot set `*args`.
+    """Returns `optax.chain(*transformations)`. gin can set a list, but not `*args`.
 
     Raises:
       ConfigError: if an entry is not an optax transformation.
@@ -196,7 +196,7 @@ def _check_transformation(setting: str, value: Any) -> None:
 
 
 def label_by_path(rules: Sequence[tuple[str, str]]) -> Callable[[Any], Any]:
-    """Returns the function of `optax.multi_transform` that chooses a label for each parameter.
+    """Returns a function for `optax.multi_transform` that labels each parameter by its path.
 
     Usage in a gin file:
       optax.multi_transform.transforms = {'vectors': @optax.adamw(), 'rest': @optax.contrib.muon()}
@@ -242,8 +242,8 @@ _STACKED: contextvars.ContextVar[Mapping[str, int]] = contextvars.ContextVar('_S
 def decay_matrices_only(params: Any) -> Any:
     """Returns a weight-decay mask: True for arrays of rank 2 or higher, whatever their names.
 
-    A dimension that stacks layers (`STACKED_AXES`) does not count. Whether an array has one is
-    known inside transformations of `as_transformation` whose parameters have logical axes.
+    A dimension that stacks layers (`STACKED_AXES`) does not count. It is recognized only if the
+    parameters have logical axes, and only inside a transformation from `as_transformation`.
     """
     stacked = _STACKED.get({})
     return jax.tree_util.tree_map_with_path(
@@ -254,15 +254,15 @@ def decay_matrices_only(params: Any) -> Any:
 
 
 def matrices_for_muon(params: Any, adam: str = 'embedding|output') -> Any:
-    """Returns which dimensions of each parameter `optax.contrib.muon` takes as rows and columns.
+    """Returns the row and column dimensions of each parameter, for `optax.contrib.muon`.
 
-    By default, muon knows matrices only. This function takes arrays of higher rank as matrices too,
-    as square as possible, such as [embed, heads x kv] of [embed, heads, kv], and every one of
-    several stacked layers as its own (see `decay_matrices_only`).
+    By default, muon updates only matrices. With this function, it takes arrays of higher rank as
+    matrices that are as square as possible, such as [embed, heads x kv] for [embed, heads, kv].
+    Stacked layers (see `decay_matrices_only`) are separate matrices.
 
     Args:
       params: the parameters.
-      adam: a regular expression. Muon updates arrays in whose path it occurs by Adam, like vectors.
+      adam: a regular expression. Arrays whose path it matches are updated by Adam, as vectors are.
     """
     stacked = _STACKED.get({})
 
@@ -281,7 +281,7 @@ def matrices_for_muon(params: Any, adam: str = 'embedding|output') -> Any:
 
 
 def _run_with(stacked: Mapping[str, int], function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a transformation whose masks know the stacked dimensions."""
+    """Returns `function`, changed so that masks inside it know the stacked dimensions."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         context = contextvars.copy_context()

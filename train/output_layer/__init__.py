@@ -1,7 +1,7 @@
-"""The output layer of token models with its loss: from hidden states to the scores of targets.
+"""The output layer of token models and its loss: turns hidden states into scores of targets.
 
-`logits` has the value that a model returns and a loss reads. `fused` scores targets from logits or
-hidden states, with gradients; `chunks` does so on one device. `placement` finds the mesh axes.
+`logits` defines the value that a model returns and a loss reads. `fused` scores targets from logits
+or hidden states, with gradients; `chunks` does so on one device. `placement` finds the mesh axes.
 """
 
 from train.output_layer.fused import score_targets as score_targets

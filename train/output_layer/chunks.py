@@ -1,7 +1,7 @@
-"""The scores of targets and their gradients on one device, chunk by chunk of its vocabulary.
+"""Scores targets on one device and computes the gradients, one chunk of its vocabulary at a time.
 
-Nothing here communicates. The vocabulary of the device is a part of the whole one: column c of its
-weights belongs to the token `first_token + c`.
+Nothing here communicates. A device has a part of the whole vocabulary: column c of its weights
+belongs to the token `first_token + c`.
 
 Suffixes of array names: B batch, L length, D embed, V vocabulary of the device, C chunk of it.
 """
@@ -19,9 +19,9 @@ from partitioning.products.flops import computed_again
 from train.errors import ConfigError
 from train.output_layer.logits import finish, multiply
 
-# The limit of the float32 logits of one chunk, in bytes.
+# The most bytes that the float32 logits of one chunk may take.
 CHUNK_BYTES = 2**28
-# TPUs pad the last dimension to multiples of it.
+# TPUs pad the last dimension of an array to a multiple of this size.
 LANES = 128
 # Stands for the logit of a column that does not count.
 LEAST = float(jnp.finfo(jnp.float32).min)
@@ -31,14 +31,14 @@ LEAST = float(jnp.finfo(jnp.float32).min)
 class Chunking:
     """How the vocabulary of a device is divided, and how a chunk of logits is computed.
 
-    Chunks have the same size. If it does not divide the vocabulary, the last chunk begins earlier,
-    and only its new columns count.
+    All chunks have the same size. If it does not divide the vocabulary, the last chunk overlaps the
+    one before it, and only the columns that are new in it count.
 
     Attributes:
       num_chunks: the number of chunks.
-      size: the number of columns of each.
-      vocab_size: the number of tokens. Columns of later tokens are padding.
-      is_padded: whether a device has such columns.
+      size: the number of columns in each chunk.
+      vocab_size: the size of the whole vocabulary. Columns of tokens beyond it are padding.
+      is_padded: whether any device has columns of padding.
       dtype: the dtype of the operands of matrix products.
       logits_dtype: the dtype in which products are stored.
       gradient_dtype: the dtype of the gradient of the weights.
@@ -79,9 +79,9 @@ def choose_chunks(tokens: Any, columns: int, num_chunks: int | None) -> tuple[in
     """Returns the number of chunks, and their size in columns.
 
     Args:
-      tokens: the number of tokens on a device.
+      tokens: the number of tokens of the batch on a device.
       columns: the number of columns of the vocabulary on a device.
-      num_chunks: the number of chunks, or None to find the least that respects `CHUNK_BYTES`.
+      num_chunks: the number of chunks. None chooses the smallest that respects `CHUNK_BYTES`.
 
     Raises:
       ConfigError: if there are fewer columns than chunks.
@@ -98,7 +98,7 @@ def choose_chunks(tokens: Any, columns: int, num_chunks: int | None) -> tuple[in
             f'the vocabulary: use at most {columns}'
         )
     size = -(-columns // num_chunks)
-    # Whole vector registers: TPUs copy chunks of other sizes.
+    # TPUs copy a chunk unless it fills whole vector registers.
     size = -(-size // LANES) * LANES if is_free or size > LANES else size
     return -(-columns // size), min(size, columns)
 
@@ -106,7 +106,7 @@ def choose_chunks(tokens: Any, columns: int, num_chunks: int | None) -> tuple[in
 def score_chunks(
     c: Chunking, x_BLD: jax.Array, w_DV: jax.Array, targets_BL: jax.Array, first_token: Any
 ) -> tuple[Partial, jax.Array | None]:
-    """Scores targets by the vocabulary of this device.
+    """Scores targets over the part of the vocabulary on this device.
 
     Returns:
       The scores; and the logits, float32 [batch, length, vocab], if there is only one chunk.
@@ -124,7 +124,7 @@ def score_chunks(
         logits_BLC = chunk.keep(logits_BLC, 0.0)
         greatest_BL = jnp.max(kept_BLC, axis=-1)
         argmax_BL = chunk.tokens_C[0] + jnp.argmax(kept_BLC, axis=-1).astype(jnp.int32)
-        # A later chunk has later tokens, so of equal logits the first one stays.
+        # Later chunks have later tokens. If logits are equal, the earliest token wins.
         is_new_BL = greatest_BL > before.greatest_BL
         greatest_BL = jnp.maximum(greatest_BL, before.greatest_BL)
         exp_sum_BL = before.exp_sum_BL * jnp.exp(before.greatest_BL - greatest_BL)
@@ -162,20 +162,20 @@ def differentiate_chunks(
     first_token: Any,
     reduce: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the gradients of the hidden states and of the weights of this device.
+    """Returns the gradients of the hidden states and the weights on this device.
 
     Args:
       c, x_BLD, w_DV, targets_BL: see `score_chunks`.
       log_z_BL: the logarithms of the normalizers over the whole vocabulary.
-      logits_BLV: what `score_chunks` has kept, or None.
+      logits_BLV: the logits that `score_chunks` returned, or None to compute them again.
       cotangents: the cotangents of the scores.
       first_token: the token of the first column.
-      reduce: reduces the gradient of a chunk of the weights over devices, [embed, chunk] to [part
-        of embed, chunk].
+      reduce: sums the weight gradient of a chunk over devices: [embed, chunk] to [part of embed,
+        chunk].
 
     Returns:
-      The gradient of the hidden states through this vocabulary, float32; and the reduced gradient
-      of the weights, in the dtype that `reduce` returns.
+      The gradient of the hidden states, float32, from this device's part of the vocabulary only;
+      and the reduced gradient of the weights, in the dtype that `reduce` returns.
     """
 
     def one(index: Any) -> tuple[_Chunk, jax.Array, jax.Array]:
@@ -200,7 +200,7 @@ def differentiate_chunks(
 
     def add(grads: tuple[jax.Array, jax.Array], index: Any) -> tuple[Any, None]:
         chunk, dx_BLD, dw_DC = one(index)
-        # The columns that the last chunk shares with another one are 0 in it.
+        # Where the last chunk overlaps the one before it, its gradient is 0.
         dw_DC += jax.lax.dynamic_slice_in_dim(grads[1], chunk.start, c.size, axis=1)
         dw_DV = jax.lax.dynamic_update_slice_in_dim(grads[1], dw_DC, chunk.start, axis=1)
         return (grads[0] + dx_BLD, dw_DV), None
@@ -212,7 +212,7 @@ def differentiate_chunks(
 
 
 class _Chunk(NamedTuple):
-    """Weights of a chunk, its first column, its tokens, and which of them count (None: all)."""
+    """A chunk: its weights, first column, tokens, and which tokens count (None counts all)."""
 
     w_DC: jax.Array
     start: Any
@@ -220,7 +220,7 @@ class _Chunk(NamedTuple):
     counts_C: jax.Array | None
 
     def keep(self, values_BLC: jax.Array, other: float) -> jax.Array:
-        """Replaces the values of columns that do not count."""
+        """Replaces the values of columns that do not count by `other`."""
         return values_BLC if self.counts_C is None else jnp.where(self.counts_C, values_BLC, other)
 
 

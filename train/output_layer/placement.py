@@ -20,9 +20,9 @@ Axes = tuple[str, ...]
 class Placement:
     """The mesh axes that shard hidden states [batch, length, embed] and weights [embed, vocab].
 
-    Each device computes the logits of its tokens for its part of the vocabulary. For that, it needs
-    whole columns of the weights and whole hidden states, and tokens that are the same along the
-    axes of the vocabulary.
+    Each device computes the logits of its tokens for its part of the vocabulary. It needs whole
+    columns of the weights and whole hidden states. Devices that differ only along the axes of the
+    vocabulary need the same tokens.
 
     Attributes:
       batch: the axes of the rows of tokens.
@@ -42,31 +42,31 @@ class Placement:
 
     @property
     def shared_length(self) -> Axes:
-        """The axes of the length along which tokens are gathered for the vocabulary."""
+        """The axes that shard both length and vocabulary. Tokens are gathered along them."""
         return tuple(axis for axis in self.length if axis in self.vocab)
 
     @property
     def tokens(self) -> Axes:
-        """The axes whose devices have different tokens."""
+        """The axes along which devices have different tokens when they compute logits."""
         return (*self.batch, *(axis for axis in self.length if axis not in self.vocab))
 
     @property
     def sharded(self) -> bool:
-        """Whether any axis is used."""
+        """Whether any axis shards tokens, vocabulary or weights."""
         return bool(self.tokens or self.vocab or self.embed)
 
     def spec(self, *dimensions: Axes) -> PartitionSpec:
-        """Returns the spec of an array with these axes."""
+        """Returns the spec of an array, given the axes of each dimension."""
         return PartitionSpec(*(axes or None for axes in dimensions))
 
 
 def find_placement(
     x_shape: Sequence[int], x_names: Sequence[str], w_shape: Sequence[int]
 ) -> Placement:
-    """Reads the placement from the mesh that is set and the logical axis rules of the context.
+    """Finds the placement from the current mesh and the current logical axis rules.
 
     Raises:
-      ValueError: if the rules do not apply, as in `partitioning.constrain`.
+      ValueError: if the rules do not fit the arrays, as in `partitioning.constrain`.
     """
     mesh, rules = jax.sharding.get_abstract_mesh(), spmd.get_logical_axis_rules()
     if mesh.empty or not rules:
@@ -86,7 +86,7 @@ def find_placement(
     batch, length, hidden = resolve(x_names, x_shape)
     embed, vocab = resolve(('embed', 'vocab'), w_shape)
     batch, length = dividing(x_shape[0], batch), dividing(x_shape[1], length)
-    # Along axes of the batch, tokens differ: there, the vocabulary is whole.
+    # Tokens differ along the axes of the batch, so these cannot shard the vocabulary.
     vocab = tuple(axis for axis in vocab if axis not in batch)
     tokens = {*batch, *length} - {*vocab}
     return Placement(
@@ -99,11 +99,11 @@ def find_placement(
     )
 
 
-# Inside of a shard_map. Without axes, each of these returns its array.
+# For use inside a shard_map. Without axes, a dimension has one part: all of it.
 
 
 def gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """Joins the parts of a dimension."""
+    """Returns an array with a whole dimension, joined from the parts on all devices."""
     return jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
 
 
@@ -116,5 +116,5 @@ def take_part(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
 
 
 def index_along(axes: Axes) -> jax.Array:
-    """Returns the number of this device's part of a dimension, an int32 scalar."""
+    """Returns the index of this device's part of a dimension, an int32 scalar."""
     return jax.lax.axis_index(axes).astype(jnp.int32) if axes else jnp.int32(0)

@@ -1,4 +1,4 @@
-"""Tables of what a search has found, and of the machines that a model fits."""
+"""Tables of the candidates of a search, and of the machines that a model fits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from train.planning.huggingface.models import FoundModel
 from train.planning.searching import Found, SearchResult, Status
 
 _COLUMNS = ('step', 'range', 'memory', 'by formulas', 'compiled in')
-# How many candidates that were not compiled are listed.
+# The most candidates to list that were not compiled.
 _MOST_OTHERS = 5
 _MEANINGS: dict[Status, str] = {
     'not compiled': 'could still be faster, and were not compiled',
@@ -28,10 +28,10 @@ _MEANINGS: dict[Status, str] = {
 
 
 def search_table(result: SearchResult) -> Group:
-    """The compiled candidates, the fastest first; the next ones by formulas; and what was left out.
+    """Returns the table of a search: compiled candidates, the next ones by formula, and a summary.
 
     Args:
-      result: what the search has found.
+      result: the result of the search.
     """
     table = Table(box=None, pad_edge=False, header_style='bold', padding=(0, 1))
     table.add_column('candidate', overflow='fold')
@@ -47,7 +47,7 @@ def search_table(result: SearchResult) -> Group:
 
 
 def summary_lines(result: SearchResult) -> list[str]:
-    """How many candidates were left out and why, and how good the winner is in the space."""
+    """Returns lines: what was left out and why, and how close the winner is to the bound."""
     total = len(result.found) + sum(result.dropped.values())
     lines = [f'{total:,} combinations, of which {result.num_compiled:,} were compiled']
     lines += [f'  {count:,}: {reason}' for reason, count in result.dropped.items()]
@@ -62,8 +62,8 @@ def summary_lines(result: SearchResult) -> list[str]:
     elif result.gap is not None and result.bound is not None:
         lines.append(
             f'the winner is within {result.gap:.1%} of the best possible in this space: no '
-            f'candidate is below {result.bound:.3f} s, which takes all products at the peak rate, '
-            'kernels and overheads as the forecast has them, and hides all exchanges of data'
+            f'candidate is below {result.bound:.3f} s, even with all products at the peak rate, '
+            'kernels and overheads as in the forecast, and exchanges of data that take no time'
         )
     return lines
 
@@ -85,7 +85,7 @@ def _row(found: Found) -> list[str]:
 
 
 def describe_model(model: FoundModel, work: Workload) -> list[str]:
-    """Returns lines about a model and a batch of its training."""
+    """Returns lines that describe a model and its training batch."""
     count = model.num_parameters
     lines = [
         f'{model.kind} with {count / 1e9:,.2f} B parameters ({count:,}); '
@@ -127,7 +127,7 @@ def _cells(fit: Fit, work: Workload) -> list[str]:
 
 
 def as_dict(fit: Fit, work: Workload) -> dict[str, Any]:
-    """Returns a row of the table with exact figures."""
+    """Returns the figures of one machine, not rounded, for JSON."""
     forecast = fit.forecast
     time = forecast.time if forecast else None
     return {

@@ -1,6 +1,6 @@
-"""What this process does, for its watchdog and for the hub of its run.
+"""Records what this process is doing, for its watchdog and for the hub of its run.
 
-Whoever calls a compiler, or waits for other processes, says so where it does:
+Code that calls a compiler, or waits for other processes, marks this with a context manager:
 
   with calling_compiler():
     program = lowered.compile()
@@ -21,14 +21,14 @@ _WAITS, _COMPILES, _AWAITS_THREADS = 'waits', 'compiles', 'awaits threads'
 
 
 class Activity:
-    """What a run does at the moment. The thread of the run writes it, and the watchdog reads it.
+    """What a run is doing now. The run writes it, and the thread of the watchdog reads it.
 
     Args:
-      place: what it does before anything else is known.
+      place: the title until the first phase or step begins.
 
     Attributes:
       signs: the number of signs of progress so far.
-      steps: how many of them were steps of the training loop.
+      steps: the number of steps that the training loop has begun.
       in_loop: whether the run is in the training loop.
     """
 
@@ -37,18 +37,18 @@ class Activity:
         self.in_loop = False
         self._place = place
         self._phases: list[str] = []
-        self._marks: list[tuple[int, str]] = []  # a thread, and what it does; of all threads
+        self._marks: list[tuple[int, str]] = []  # (thread, what it does), for all threads
         self._thread = threading.get_ident()
 
     @property
     def title(self) -> str:
-        """The innermost phase, or else the step."""
+        """The innermost phase; outside of phases, the step, or the start or end of the run."""
         phases = self._phases[-1:]  # a copy, because the other thread may change the list
         return phases[0] if phases else self._place
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the run waits for other processes, or for a thread that does."""
+        """Whether the run waits for other processes, or for a thread that waits for them."""
         return self._is_marked(_WAITS)
 
     @property
@@ -63,7 +63,7 @@ class Activity:
 
     @contextlib.contextmanager
     def doing(self, title: str) -> Iterator[None]:
-        """Names what the body does. Phases of other threads have no names."""
+        """Makes the body a phase with this title. In threads other than the run's, does nothing."""
         if threading.get_ident() != self._thread:
             yield
             return
@@ -77,7 +77,7 @@ class Activity:
 
     @contextlib.contextmanager
     def marking(self, what: str) -> Iterator[None]:
-        """Marks what the body does, in any thread. Its end is a sign of progress of the run."""
+        """Marks what the body does, in any thread. In the run's thread, its end is progress."""
         thread = threading.get_ident()
         self._marks.append((thread, what))
         try:
@@ -88,13 +88,13 @@ class Activity:
                 self.signs += 1
 
     def _is_marked(self, what: str) -> bool:
-        """Whether the thread of the run does something, or awaits a thread that does it."""
+        """Whether the run's thread has this mark, or awaits threads and any thread has it."""
         marks = self._marks[:]
         awaits = (self._thread, _AWAITS_THREADS) in marks
         return any(mark == what and (awaits or of == self._thread) for of, mark in marks)
 
     def progress(self) -> None:
-        """Notes that the current phase makes progress."""
+        """Counts a sign of progress of the current phase."""
         self.signs += 1
 
     def begin_step(self, step: int) -> None:
@@ -113,7 +113,7 @@ _current = [Activity('the start of the process')]
 
 
 def current_activity() -> Activity:
-    """What this process does: the activity of the run that has begun last."""
+    """Returns the activity of the run that began last in this process."""
     return _current[0]
 
 
@@ -123,21 +123,21 @@ def begin_activity(activity: Activity) -> None:
 
 
 def waiting() -> contextlib.AbstractContextManager[None]:
-    """Says that the body waits for other processes, or for the devices of all of them."""
+    """Marks that the body waits for other processes, or for the devices of all processes."""
     return _current[0].marking(_WAITS)
 
 
 def calling_compiler() -> contextlib.AbstractContextManager[None]:
-    """Says that the body compiles a program, or calls one that may have to be compiled first."""
+    """Marks that the body compiles a program, or calls one that may have to be compiled first."""
     return _current[0].marking(_COMPILES)
 
 
 def awaiting_threads() -> contextlib.AbstractContextManager[None]:
-    """Says that the body waits for other threads: the run waits or compiles if one of them does."""
+    """Marks that the body waits for other threads. If one waits or compiles, so does the run."""
     return _current[0].marking(_AWAITS_THREADS)
 
 
 def wait_for_devices(arrays: Any) -> Any:
-    """Waits for arrays like `jax.block_until_ready`, and says that it waits."""
+    """Calls `jax.block_until_ready`, and marks that the run waits."""
     with waiting():
         return jax.block_until_ready(arrays)

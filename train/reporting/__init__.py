@@ -1,1 +1,1 @@
-"""What surrounds the steps of a run: its processes, its phases, its output and its metrics."""
+"""What a run reports: console output, metrics, speed, and whether its memory suffices."""

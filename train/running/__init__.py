@@ -1,1 +1,1 @@
-"""A run from its start to its end: training, evaluation, and the parts of both."""
+"""Runs training and evaluation: checks, start, compiled steps, training loop, and stopping."""

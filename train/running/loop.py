@@ -1,4 +1,4 @@
-"""The parts of the training loop that `train` puts in order: what is due, and what is written."""
+"""The functions that the training loop calls: what is due, evaluations, saves and reports."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Due(NamedTuple):
 
     Attributes:
       evaluators: the evaluators that run, by name.
-      other_evaluators: the rest of them.
+      other_evaluators: all other evaluators, by name.
       saving: whether the state is saved.
       writing: whether the training metrics are written.
-      reading: whether they are read, for which the host waits.
+      reading: whether the host waits for the training metrics and reads them.
     """
 
     evaluators: dict[str, Any]
@@ -50,14 +50,14 @@ def find_due(
       evaluators: its prepared evaluators, by name.
       saved: its checkpoints.
       step: the step.
-      stopping: whether a signal ends the run after it. The state is then saved as well, but what is
-        written stays the same, so that a resumed run has the metrics of a run without signals.
+      stopping: whether a signal ends the run after this step. This saves the state as well, but
+        writes no more metrics, so a resumed run has the same metrics as a run without signals.
     """
     last = step == run.config.total_steps
     due = {name: e for name, e in evaluators.items() if is_due(e, step, run.config.total_steps)}
     others = {name: one for name, one in evaluators.items() if name not in due}
     checkpoints = run.config.checkpoints
-    # A save that is put off until another has ended comes at another step each time: not `saving`.
+    # `saving` does not count here: a postponed save happens at another step in each run.
     writing = bool(due) or last or checkpoints.plans(step) or step % run.config.log_every == 0
     saving = saved.is_due(step, ending=last)
     saving = saving or (stopping and not last and checkpoints.saves_anything)
@@ -69,8 +69,8 @@ def evaluate_at_start(
 ) -> dict[str, float]:
     """Runs the evaluators that are due before the first step, and returns what they write.
 
-    These are the ones that a signal has interrupted at the step from which the run resumes, and all
-    if `evaluate_first` is set. A finished run prints the scores of all of them.
+    If a signal interrupted evaluators at this step, only these run. If the run is finished, all
+    print their scores. Otherwise, all run if `evaluate_first` is set or `total_steps` is 0.
 
     Raises:
       Interrupted: if a signal ends one of them.
@@ -79,7 +79,7 @@ def evaluate_at_start(
     interrupted = {name: one for name, one in evaluators.items() if name in start.pending}
     if interrupted:
         run.console.say(
-            f'step {step}: evaluating {", ".join(interrupted)}, which a signal has prevented'
+            f'step {step}: evaluating {", ".join(interrupted)}, which a signal interrupted'
         )
         scores = {**start.scores, **run_evaluators(interrupted, state, step)}
         writers.forget(step, interrupted)
@@ -99,11 +99,11 @@ def completing(saved: Checkpoints, say: Callable[[str], None]) -> Iterator[None]
 
     Args:
       saved: the checkpoints.
-      say: prints a line: if the body fails and a save, too, the error of the body is raised.
+      say: prints the failure of a save if the body fails, too; then the body's error is raised.
 
     Raises:
-      ConfigError: if a save fails and the body does not, whatever the policy: the last state of the
-        run would be lost.
+      ConfigError: if only a save fails, even if `on_failure` is 'continue', because the last state
+        of the run would be lost.
     """
     try:
         yield
@@ -149,7 +149,7 @@ def _ended_by(failure: ConfigError, saved: Checkpoints, when: str) -> ConfigErro
 
 
 def find_newest(saved: Checkpoints) -> int | None:
-    """Returns the step of the newest good checkpoint when all saves have ended, or None.
+    """Waits for all saves, and returns the step of the newest good checkpoint, or None.
 
     All processes must call it together. Process 0 decides, because it completes checkpoints.
     """
@@ -157,7 +157,7 @@ def find_newest(saved: Checkpoints) -> int | None:
 
 
 def report_skips(run: Run, skipped: Sequence[NotFinite], writers: Writers) -> None:
-    """Prints the steps whose update was not applied, in one line, and writes a record of each."""
+    """Prints in one line which updates were skipped, and writes a metric for each such step."""
     if skipped:
         later = len(skipped) - 1
         more = f' (and {later} more)' if later else ''
@@ -172,7 +172,7 @@ def evaluate_until_signal(
     """Runs evaluators until a signal arrives, and writes their scores as one record.
 
     Returns:
-      The scores, and the names of the evaluators that a signal has kept from finishing. If there
+      The scores, and the names of the evaluators that did not finish because of a signal. If there
       are any, nothing is written: the resumed run writes the whole record.
     """
     scores, pending = dict[str, float](), list(evaluators)
@@ -188,13 +188,13 @@ def evaluate_until_signal(
 def make_interruption(
     run: Run, saved: Checkpoints, step: int, pending: Sequence[str]
 ) -> Interrupted:
-    """The error with which a run ends after a signal. It waits until the last save has ended.
+    """Waits for the last save, and returns the error with which a run ends after a signal.
 
     Args:
       run: the run.
       saved: its checkpoints.
       step: the last finished step.
-      pending: the evaluations of this step that remain to be done.
+      pending: the names of the evaluators that have not finished at this step.
     """
     number, by, newest = signals.received(), handling.receiver, find_newest(saved)
     assert number is not None
@@ -208,7 +208,7 @@ def make_interruption(
 
 
 def report_results(run: Run, saved: Checkpoints, writers: Writers) -> None:
-    """Prints the files of a run, and the commands that use them."""
+    """Prints which files a run has written, and which commands use them."""
     console, directory, objective = run.console, run.directory, run.config.objective
     console.files(
         {

@@ -1,4 +1,4 @@
-"""T5X's `infer`: predictions or scores of a checkpoint, by `PredictionFiles`.
+"""T5X's `infer`: writes predictions of a checkpoint, or its scores of given targets, to files.
 
 For an example, see configs/t5x/infer.gin.
 """
@@ -60,27 +60,27 @@ def infer(
     resumes after its last finished part.
 
     Args:
-      mode: 'predict', 'score', which writes the log-probability of the targets, or
-        'predict_with_aux', which writes the scores of the predictions too.
-      model: the network and vocabulary of the checkpoint, and its decoding.
+      mode: 'predict' writes predictions, 'predict_with_aux' also the scores of the predictions, and
+        'score' the log-probabilities of the targets.
+      model: the network and vocabulary of the checkpoint, and how it decodes.
       dataset_cfg: the examples.
       restore_checkpoint_cfg: the checkpoint.
       partitioner: lays out data and parameters over the mesh.
       output_dir: the folder of the files, on storage that all hosts share.
       checkpoint_period: the number of batches after which a part is written.
       shard_id: the index of this command, if several share the examples.
-      num_shards: the number of commands.
+      num_shards: the number of commands that share the examples.
       merge_chunked_results: whether the parts become one file at the end.
-      write_fn: must be off.
+      write_fn: must be None.
       checkpoint_ds_iter: has no effect; the finished parts say where to resume.
       train_state_initializer_cls: `utils.TrainStateInitializer`, or None.
       fallback_init_rng: must be None.
-      merge_fn: must be off.
-      summarize_config_fn: a function of `output_dir`, None and 0, such as
+      merge_fn: must be None.
+      summarize_config_fn: a function that is called with (`output_dir`, None, 0), such as
         `gin_utils.summarize_gin_config`; or None.
-      verify_matching_vocabs_fn: `utils.verify_matching_vocabs`, which always runs, or None.
+      verify_matching_vocabs_fn: `utils.verify_matching_vocabs` or None. The check always runs.
       output_vocab_feature_name: must be 'targets'.
-      file_extension: the kind of file in its name.
+      file_extension: the extension in the names of the files.
       keep_aux_as_numpy: has no effect on the files.
       use_orbax: has no effect; checkpoints of both formats are read.
 
@@ -89,12 +89,12 @@ def infer(
     """
     settings = dict(locals())
     for name in ('write_fn', 'merge_fn'):
-        check_off(f'{KEY}.{name}', settings[name], 'lines are written as T5X does')
-    check_one_of(f'{KEY}.mode', mode, get_args(Mode), 'T5X has no other')
+        check_off(f'{KEY}.{name}', settings[name], 'the files always have the format of T5X')
+    check_one_of(f'{KEY}.mode', mode, get_args(Mode), 'T5X has no other mode')
     why = 'predictions are text of the targets'
     check_one_of(f'{KEY}.output_vocab_feature_name', output_vocab_feature_name, ('targets',), why)
     expect(f'{KEY}.dataset_cfg', dataset_cfg, DatasetConfig, '@utils.DatasetConfig()')
-    if dataset_cfg.split == 'infer':  # the name of the split of a task of TFRecord files
+    if dataset_cfg.split == 'infer':  # the only split of tasks made from TFRecord files
         settings['dataset_cfg'] = dataclasses.replace(dataset_cfg, split='validation')
     config, checkpoints = restored_run(KEY, settings, pack=False)
     if len(checkpoints) != 1:
@@ -140,14 +140,14 @@ def create_task_from_tfexample_file(
     features: Mapping[str, Feature],
     task_id: str | None = None,
 ) -> Task:
-    """The task of the examples in TFRecord files, each a serialized `tf.train.Example`.
+    """Returns a task whose examples are the `tf.train.Example`s in TFRecord files.
 
     Args:
       paths: the files.
       file_type: must be 'tfrecord'.
       inputs_key: the feature with the input text.
-      targets_key: the feature with the target text. None has no targets, only inputs to predict
-        from.
+      targets_key: the feature with the target text. If it is None, examples have no targets, only
+        inputs to predict from.
       features: the vocabularies of 'inputs' and 'targets', and whether each ends in an end token.
       task_id: the name of the task, by default 'infer'.
 
@@ -158,7 +158,7 @@ def create_task_from_tfexample_file(
       ConfigError: if a setting cannot be honoured.
     """
     key = 'infer_script.create_task_from_tfexample_file'
-    check_one_of(f'{key}.file_type', file_type, ('tfrecord',), 'it is read without TensorFlow')
+    check_one_of(f'{key}.file_type', file_type, ('tfrecord',), 'only TFRecords can be read')
     missing = {'inputs', 'targets'} - dict(features).keys()
     if missing:
         why = f'it has no {" and no ".join(sorted(missing))}; write a seqio.Feature for each'

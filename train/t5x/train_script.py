@@ -1,4 +1,4 @@
-"""T5X's `train` and `precompile`, translated to `train.running` and `train.planning.precompiling`.
+"""T5X's `train` and `precompile`: translates their settings to a `TrainConfig`, and runs it.
 
 For an example, see configs/t5x/pretrain.gin.
 """
@@ -82,38 +82,38 @@ def train(
     Args:
       model: network, vocabulary, optimizer and loss.
       train_dataset_cfg: the rows to train on.
-      train_eval_dataset_cfg: the rows on which the loss is evaluated, of the same task or another
-        one. None evaluates no loss.
+      train_eval_dataset_cfg: the rows on which the loss is evaluated, from the same task or another
+        task. If it is None, the loss is not evaluated.
       checkpoint_cfg: which checkpoints are saved, and which one the run starts from.
       partitioner: lays out data, state and steps over the mesh.
       trainer_cls: the class `trainer.Trainer`.
       model_dir: the directory for checkpoints, metrics and the configuration.
-      total_steps: the step at which the run ends. The steps of a restored checkpoint count. It has
-        no effect if `relative_steps` is set.
+      total_steps: the step at which the run ends, including the steps of a restored checkpoint. It
+        has no effect if `relative_steps` is set.
       eval_steps: the number of batches in an evaluation. None evaluates all rows.
       eval_period: the number of steps between evaluations. 0 evaluates only at the end.
       infer_eval_dataset_cfg: the rows whose targets are predicted, decoded and scored by the
-        metrics of their task. None, or tasks without metrics, decode nothing.
+        metrics of their task. If it is None, or no task has metrics, nothing is decoded.
       relative_steps: the number of steps to train after the step that the run starts or resumes
         from. None trains to `total_steps`.
-      stats_period: the number of steps between records of metrics. By default, the shortest of the
-        other periods.
-      random_seed: the seed of parameters and dropout. None chooses one by the time, which a resumed
-        run keeps, and the random numbers of `use_hardware_rng`.
-      use_hardware_rng: whether random numbers come from jax's implementation 'unsafe_rbg', which is
-        fast on TPUs, and whose numbers depend on the mesh.
-      summarize_config_fn: a function of the directory, a writer and the step, which is called once,
-        such as `gin_utils.summarize_gin_config`; or None.
+      stats_period: the number of steps between records of metrics. By default, it is the shorter
+        of `eval_period` and the period of checkpoints.
+      random_seed: the seed of parameters and dropout. None derives a seed from the time, which a
+        resumed run keeps, and implies `use_hardware_rng`.
+      use_hardware_rng: whether random numbers come from jax's 'unsafe_rbg', which is fast on TPUs
+        but gives different numbers on different meshes.
+      summarize_config_fn: a function (directory, writer, step) that is called once, such as
+        `gin_utils.summarize_gin_config`; or None.
       inference_evaluator_cls: the class `seqio.Evaluator`, or None.
       get_dataset_fn: `utils.get_dataset`, or None.
       concurrent_metrics: has no effect. Metrics are read while training continues, and actions run
         in either case.
       actions: what may end the run early: for 'TRAIN', 'TRAIN_EVAL' and 'INFER_EVAL', a list of
-        `trainer.EarlyStoppingAction` and `trainer.TerminateOnNanAction`. Every run ends if its
-        training loss is not finite.
+        `trainer.EarlyStoppingAction` and `trainer.TerminateOnNanAction`. Every run also ends after
+        a step that is not finite, unless its optimizer has `skip_nan_updates`.
       train_eval_get_dataset_fn: `utils.get_training_eval_datasets`, or None.
       prepare_train_iter_fn: `utils.prepare_train_iter`, or None.
-      run_eval_before_training: whether everything is evaluated before the first step, too.
+      run_eval_before_training: whether all evaluations also run before the first step.
       train_state_initializer_cls: `utils.TrainStateInitializer`, or None.
       use_orbax: must be True.
       verify_matching_vocabs_fn: a function of a `DatasetConfig` and the model, which raises an
@@ -131,7 +131,7 @@ def train(
 
 
 def translate(settings: Mapping[str, Any]) -> TrainConfig:
-    """Returns the settings of a run, given all arguments of `train` by name.
+    """Translates all arguments of `train`, by name, to the settings of a run.
 
     Raises:
       ConfigError: if a setting cannot be honoured.
@@ -237,7 +237,7 @@ def _report_differences(settings: Mapping[str, Any], decodes: bool) -> None:
         )
 
 
-# T5X compiles its step with this constant. It does not change the layout or the memory.
+# T5X precompiles its step with this learning rate, which changes neither layout nor memory.
 PRECOMPILED_RATE = 1e-3
 
 
@@ -250,15 +250,15 @@ def precompile(
     random_seed: int | None = None,
     get_dataset_fn: Any = None,
 ) -> dict[str, Any]:
-    """Compiles the train step, and writes its programs and its memory. Nothing is trained.
+    """Compiles the train step, and writes its programs and the memory it needs. It trains nothing.
 
     Args:
       model: network, vocabulary, optimizer and loss.
-      train_dataset_cfg: the rows, whose shapes count.
+      train_dataset_cfg: the rows, of which only the shapes matter.
       partitioner: lays out data, state and step over the mesh.
       model_dir: the folder of the files; see `train.planning.precompiling.precompile`.
-      random_seed: the seed of the random numbers in the step. None means 42, as in T5X.
-      get_dataset_fn: must be off.
+      random_seed: the seed of the random numbers in the step. None or 0 means 42, as in T5X.
+      get_dataset_fn: must be None.
 
     Returns:
       The sizes in memory, in bytes per device.
@@ -266,7 +266,7 @@ def precompile(
     Raises:
       ConfigError: if a setting cannot be honoured.
     """
-    from train.planning.precompiling import precompile as precompile_here  # runs do not forecast
+    from train.planning.precompiling import precompile as precompile_here  # slow to import
 
     check_off(
         'train_script.precompile.get_dataset_fn',

@@ -1,1 +1,1 @@
-"""What is at a path, and the arrays in it, for every format that can be read."""
+"""Recognizes the format of the files at a path and opens their arrays; writes safetensors."""

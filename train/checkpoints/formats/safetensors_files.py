@@ -1,10 +1,10 @@
-"""Arrays in safetensors files, read slice by slice and written array by array.
+"""Reads arrays from safetensors files, slice by slice.
 
 A file begins with 8 bytes that contain the length of its header. The header is JSON with the
-dtype, the shape and the place of each array. The arrays follow without gaps. A model is one such
+dtype, the shape and the position of each array. The arrays follow without gaps. A model is one such
 file, or a folder of them with an index. Nothing in them can run code. The package safetensors
-reads only local files and maps whole files into memory, so this module reads them itself, within
-bounds that hold for hostile files too.
+reads only local files and maps whole files into memory, so this module reads them itself, and
+limits what a hostile file can make it allocate.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ DTYPES: dict[str, np.dtype] = {
 } | {
     f'{kind}{8 * size}': np.dtype(f'{kind.lower()}{size}') for kind in 'IU' for size in (1, 2, 4, 8)
 }
-# Python needs up to 20 times the memory of JSON. The largest real headers have some 100 kB, and the
-# largest indices, of models with 90,000 arrays, 9 MB.
+# Parsed JSON takes up to 20 times the memory of its text. The largest real headers have 100 kB, and
+# the largest real index, for 90,000 arrays, has 9 MB.
 MAX_HEADER_BYTES, MAX_INDEX_BYTES = 8 * 2**20, 16 * 2**20
-# What is read at once if only some columns of the rows are wanted.
+# The most bytes that are read at once when only some columns of the rows are wanted.
 BLOCK_BYTES = 16 * 2**20
-# The names of weights that only unpickling could read, which can run any program.
+# The endings of pickled weights. They are never read, because unpickling can run any program.
 PICKLED = ('.bin', '.pt', '.pth', '.ckpt')
 
 
 class Place(NamedTuple):
-    """Where an array is in a file.
+    """The position of an array in a file, with its dtype and shape.
 
     Attributes:
       file: the file.
       dtype: the dtype of its values.
       shape: its shape.
-      offset: the first byte in the file.
+      offset: the position of its first byte in the file.
     """
 
     file: epath.Path
@@ -78,11 +78,11 @@ def open_safetensors(path: Any) -> dict[str, StoredArray]:
       arrays['model.norm.weight'].read()
 
     Args:
-      path: the file, or a folder with `model.safetensors`, with an index and its files, or with one
-        file of any name. Local, gs:// or s3://.
+      path: a file, or a folder that contains an index and its files, or `model.safetensors`, or a
+        single file of any name. Paths are local, gs:// or s3://.
 
     Returns:
-      The arrays by name. Values are read when they are needed, and only the wanted slices.
+      The arrays by name. A slice is read from its file when it is needed.
 
     Raises:
       ConfigError: if there are no such files, or one of them is missing or malformed.
@@ -116,7 +116,7 @@ def list_places(path: epath.Path) -> dict[str, Place]:
 
 
 def read_header(file: epath.Path) -> dict[str, Place]:
-    """Reads where the arrays of one file are.
+    """Returns the position of each array of one file, by name, from its header.
 
     Raises:
       ConfigError: if the file is not a safetensors file, or is truncated.
@@ -168,7 +168,7 @@ def _parse(text: bytes) -> dict[str, Any]:
 def _check_entries(
     file: epath.Path, header: dict[str, Any], start: int, size: int
 ) -> dict[str, Place]:
-    """Checks dtypes, shapes and places: arrays fill the `size` bytes after `start` without gaps."""
+    """Returns the checked positions of arrays, which must fill `size` bytes after `start`."""
     places, spans = dict[str, Place](), list[tuple[int, int, str]]()
     for name, entry in header.items():
         entry = entry if isinstance(entry, dict) else {}
@@ -212,13 +212,13 @@ def _count(number: int) -> str:
 
 
 def _quoted(value: Any) -> str:
-    """A value of a file, for messages: in ASCII, and not longer than a line."""
+    """A value from a file, for messages: in ASCII, cut after 100 characters."""
     text = ascii(value)
     return text if len(text) <= 100 else f'{text[:100]}...'
 
 
 def _places_by_index(index: epath.Path) -> dict[str, Place]:
-    """Finds the arrays that an index names, and all others of its files."""
+    """Finds all arrays in the files that an index names, and checks that the index is right."""
     folder, size = index.parent, index.stat().length
     try:
         if size > MAX_INDEX_BYTES:
@@ -236,8 +236,8 @@ def _places_by_index(index: epath.Path) -> dict[str, Place]:
     for file in sorted(counts):
         if not (folder / file).exists():
             raise ConfigError(
-                f'{folder} has no file {file}, in which {index.name} has {counts[file]:,} arrays: '
-                'download it too'
+                f'{folder} has no file {file}, but {index.name} lists '
+                f'{counts[file]:,} arrays in it: download it too'
             )
         found = read_header(folder / file)
         if twice := places.keys() & found.keys():
@@ -260,7 +260,7 @@ def readers() -> ThreadPoolExecutor:
 
 
 def as_stored(place: Place) -> StoredArray:
-    """The array at a place, to be read when it is needed."""
+    """Returns the array at a place. Its values are read when they are needed."""
 
     def start(index: Any) -> Any:
         return readers().submit(read_slice, place, bounds_of(index, place.shape))
@@ -292,7 +292,7 @@ def read_slice(place: Place, bounds: Bounds) -> np.ndarray:
 
 
 def as_bytes(contiguous: np.ndarray) -> Any:
-    """The bytes of an array as a buffer, which arrays of bfloat16 are not themselves."""
+    """Returns the bytes of an array as a buffer, which works for bfloat16 as well."""
     return contiguous.reshape(-1).view(np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Models of Hugging Face: their settings in `config.json`, and their weights in safetensors."""
+"""Reads and writes Hugging Face models: `config.json`, and weights in safetensors."""
 
 from train.checkpoints.huggingface.folders import (
     load_huggingface_model,

@@ -1,1 +1,1 @@
-"""What is done with checkpoints without a run: inspecting, comparing and converting them."""
+"""Inspects, compares and converts checkpoints without a run."""

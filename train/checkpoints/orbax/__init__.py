@@ -1,1 +1,1 @@
-"""Orbax's files. No other room knows Orbax."""
+"""Reads and writes checkpoints in the format of Orbax."""

@@ -1,1 +1,1 @@
-"""Saved steps: their files and checksums, which of them are good, and which are kept."""
+"""Saved steps: their records and checksums, which steps are good, and how steps are deleted."""

@@ -1,1 +1,1 @@
-"""From streams of tokens to rows: tasks, how their rows are made, and the order they come in."""
+"""Tasks, which turn streams of tokens or examples into rows, and the order of the rows."""

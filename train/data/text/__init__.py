@@ -1,1 +1,1 @@
-"""From files to streams of tokens: sources, tokenizers, and the index that stores the tokens."""
+"""Turns files into streams of tokens: sources, tokenizers, and the index that stores tokens."""

@@ -1,4 +1,4 @@
-"""T5 and its variants: an encoder-decoder.
+"""The encoder-decoder network of T5 and its variants.
 
 Suffixes of array names: B batch, L length, S length of the encoder, E embed, V vocab.
 """
@@ -19,8 +19,8 @@ from train.output_layer import DeferredLogits
 class T5(nn.Module):
     """An encoder-decoder: maps inputs and targets to the float32 logits of the targets.
 
-    Parameters have T5X's paths and shapes, so its checkpoints fit. Positions in packed rows are
-    taken and not used, because relative positions are counted within rows.
+    Parameters have T5X's paths and shapes, so T5X's checkpoints fit. Positions are accepted but not
+    used, because the network only depends on the distances between tokens of a row.
     """
 
     config: T5Config
@@ -60,7 +60,7 @@ class T5(nn.Module):
         max_decode_length: int | None = None,
         defer_logits: bool = False,
     ) -> jax.Array | DeferredLogits:
-        """Computes the logits, given the encoded inputs.
+        """Computes the logits of the targets from the encoded inputs.
 
         Args:
           encoded: what `encode` returned.
@@ -71,14 +71,14 @@ class T5(nn.Module):
           encoder_segment_ids: the segments of packed inputs.
           decoder_segment_ids: the segments of packed targets.
           decoder_positions: not used.
-          deterministic: whether there is no dropout.
-          decode: whether keys and values are cached, in the collection 'cache'. The first call,
-            without a cache, creates it, of the length of `decoder_input_tokens`.
+          deterministic: whether dropout is turned off.
+          decode: whether keys and values are cached, in the collection 'cache'. The first call
+            creates a cache of the length of `decoder_input_tokens`.
           max_decode_length: the length of the cache. Needed in calls with a cache.
-          defer_logits: whether to return what computes the logits.
+          defer_logits: whether to return `DeferredLogits` instead of the logits.
 
         Returns:
-          float32 [batch, length, vocab_size], or what computes it.
+          The logits, float32 [batch, length, vocab_size], or their `DeferredLogits`.
         """
         if encoder_segment_ids is not None and decoder_segment_ids is None:
             raise ValueError('encoder_segment_ids without decoder_segment_ids: pass both')

@@ -1,1 +1,1 @@
-"""Reads the `config.json` of a Hugging Face model as one of our models, without weights."""
+"""Turns the `config.json` of a Hugging Face model into one of our models, without weights."""

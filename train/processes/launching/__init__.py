@@ -1,4 +1,4 @@
-"""The processes of a run on this machine: started, watched, restarted, and ended together.
+"""Starts, watches and restarts the processes of a run on this machine, and ends them together.
 
-Nothing here imports jax: the launcher starts at once, and never holds a device.
+Nothing here imports jax, so the launcher starts fast and never holds a device.
 """
