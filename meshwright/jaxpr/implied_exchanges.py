@@ -219,8 +219,8 @@ def _between(kind: str, axes: Axes, source: Value, target: Value, step: Step) ->
 def merge_exchanges(block: Block) -> None:
     """Merges the exchanges of a block and of its bodies.
 
-    Two all-reduces whose results are only added become one all-reduce of the sum. An all-reduce of
-    whose result each device only keeps a part becomes a reduce-scatter.
+    Two all-reduces whose results are only added become one all-reduce of the sum. An all-reduce
+    becomes a reduce-scatter if each device keeps only a part of its result.
     """
     for step in block.steps:
         for body in step.bodies:
@@ -230,7 +230,7 @@ def merge_exchanges(block: Block) -> None:
 
 
 class _Uses:
-    """Who makes and who reads the arrays of a block."""
+    """Finds the steps that make and read each array of a block."""
 
     def __init__(self, block: Block):
         self.maker = {id(value): step for step in block.steps for value in step.outputs}
@@ -241,7 +241,7 @@ class _Uses:
         self._returned = set(map(id, block.outputs))
 
     def only_reader(self, value: Value) -> Step | None:
-        """The one step that reads an array, or None if there are several, or it is returned."""
+        """The only step that reads an array, or None if the block returns it or several read it."""
         readers = self.readers[id(value)]
         return readers[0] if len(readers) == 1 and id(value) not in self._returned else None
 

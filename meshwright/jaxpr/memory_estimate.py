@@ -170,7 +170,7 @@ def find_kept(
 
 
 def padded_bytes(shape: Sequence[int], dtype: object) -> int:
-    """The bytes of an array in the layout that wastes the least.
+    """The bytes of an array in memory, in the order of dimensions that wastes the least.
 
     Args:
       shape: its shape on one device.
@@ -184,13 +184,13 @@ def padded_bytes(shape: Sequence[int], dtype: object) -> int:
 
 
 def row_major_ratio(shape: Sequence[int]) -> float:
-    """What an array takes whose last two dimensions are in tiles, as a multiple of its size."""
+    """The size of an array in memory in row-major order, as a multiple of its unpadded size."""
     elements = math.prod(shape)
     return _tiled(elements, *shape[-2:]) / elements if len(shape) > 1 and elements else 1.0
 
 
 def _tiled(elements: int, rows: int, columns: int) -> int:
-    tile = min(_ROWS, 1 << max(rows - 1, 0).bit_length())  # few rows have smaller tiles
+    tile = min(_ROWS, 1 << max(rows - 1, 0).bit_length())  # tiles of few rows are smaller
     return elements // (rows * columns) * _round_up(rows, tile) * _round_up(columns, _COLUMNS)
 
 
@@ -199,17 +199,17 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def kernel_ratios(block: Block, sizes: Mapping[str, int]) -> dict[int, float]:
-    """How much more memory the arrays take that kernels read and write.
+    """The memory with padding of the arrays that kernels read and write, relative to their sizes.
 
     Kernels fix the order of the dimensions, so XLA cannot choose the one that wastes the least.
-    The order spreads to what is computed element by element, and through loops.
+    Loops and operations on single elements pass this order on to their operands and results.
 
     Args:
       block: the steps.
       sizes: the size of each mesh axis.
 
     Returns:
-      For the ids of those arrays, their size in memory as a multiple of their size.
+      For the id of each padded array, its size in memory as a multiple of its unpadded size.
     """
     ratios: dict[int, float] = {}
     while _spread(block, sizes, ratios):
@@ -243,7 +243,7 @@ def _spread_through(step: Step, sizes: Mapping[str, int], ratios: dict[int, floa
 
 
 def _share(values: Sequence[Value], sizes: Mapping[str, int], ratios: dict[int, float]) -> None:
-    """Arrays of equal sizes that are read together have the same order."""
+    """Copies the ratio of one array to all arrays of equal size, which have the same order."""
     marked = [value for value in values if id(value) in ratios]
     for one in marked[:1]:
         size = math.prod(one.shard_shape(sizes))

@@ -25,8 +25,8 @@ class Constant:
     """A constant of the step-time model.
 
     Attributes:
-      name: what it is.
-      value: its value.
+      name: its name, a field of `ChipConstants`.
+      value: its value, in `unit`.
       unit: its unit, such as 'bytes/s'; '' for a ratio.
       source: where it comes from, for example a page, or the rows that it was fitted on.
     """

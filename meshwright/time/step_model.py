@@ -32,7 +32,7 @@ class TimePart:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """The time of a step.
+    """The forecast time of a step, with its range and its parts.
 
     Attributes:
       seconds: the forecast.

@@ -1,4 +1,4 @@
-"""Writes steps through Orbax. Only this room imports it, so that it can be replaced.
+"""Writes the steps of a run through Orbax, which could be replaced here.
 
 Orbax writes the arrays and commits a step: it renames a temporary folder, or adds a last object. It
 neither looks for other steps nor deletes any. Both belong to this package, which knows its own.
