@@ -178,7 +178,7 @@ class DataFlow:
     ) -> list[Place]:
         """Where the result of a computation is, after the instruction that runs it."""
         if caller.opcode == 'while':
-            return [Place(caller, outside, index), *self._carried(caller, index)]
+            return [Place(caller, outside, index), *self._parameters_of(caller, index)]
         runs = caller.opcode in ('fusion', 'call', 'async-start')
         return [Place(caller, outside, index)] if runs else []
 
@@ -193,12 +193,12 @@ class DataFlow:
         if user.opcode == 'tuple':
             return [Place(user, computation, n) for n, o in enumerate(user.operands) if o == name]
         if user.opcode == 'while':
-            return [*self._carried(user, index), Place(user, computation, index)]
+            return [*self._parameters_of(user, index), Place(user, computation, index)]
         if user.opcode in ('fusion', 'call'):
-            return [p for p in self._carried(user) if int(p.instruction.literal) == number]
+            return [p for p in self._parameters_of(user) if int(p.instruction.literal) == number]
         return [Place(user, computation, None if _is_move(user) else _COMPUTES)]
 
-    def _carried(self, caller: Instruction, index: int | None = None) -> list[Place]:
+    def _parameters_of(self, caller: Instruction, index: int | None = None) -> list[Place]:
         """The parameters of the computation that an instruction runs."""
         body = self._body_of(caller)
         parameters = [i for i in body.instructions.values() if i.opcode == 'parameter']

@@ -1,7 +1,7 @@
 """The table from primitives to the rules that find their factors.
 
-This is all that is known about primitives; layouts, exchanges, memory, and the names of dimensions
-follow from it. For example, `relate_dot` describes `dot_general`, and `_broadcast` describes
+This is all that is known about primitives: layouts, exchanges, memory, and the names of dimensions
+follow from it. For example, `_relate_dot` describes `dot_general`, and `_broadcast` describes
 `broadcast_in_dim`.
 """
 
@@ -14,13 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from meshwright.jaxpr.factors import WHOLE, Dimension, Factors, Table, unrelated
 from meshwright.jaxpr.primitives import ELEMENTWISE, REDUCTIONS, SCATTERS, names_in
-from meshwright.jaxpr.product_rules import (
-    relate_convolution,
-    relate_dot,
-    relate_gather,
-    relate_ragged_dot,
-    relate_scatter,
-)
 from meshwright.jaxpr.values import Step
 
 Rule = Callable[[Step], Factors]
@@ -32,6 +25,108 @@ def find_factors(step: Step) -> Factors:
     if step.factors is None:
         step.factors = _RULES.get(step.name, _elementwise)(step)
     return step.factors
+
+
+def _relate_dot(step: Step) -> Factors:
+    return _relate_product(step, *step.params['dimension_numbers'])
+
+
+def _relate_ragged_dot(step: Step) -> Factors:
+    """A product whose rows are of groups, each with its own matrix; no factor is a group."""
+    numbers = step.params['ragged_dot_dimension_numbers']
+    summed, batch = numbers.dot_dimension_numbers
+    return _relate_product(step, summed, batch, numbers.rhs_group_dimensions)
+
+
+def _relate_product(
+    step: Step,
+    summed: tuple[Sequence[int], Sequence[int]],
+    batch: tuple[Sequence[int], Sequence[int]],
+    groups: Sequence[int] = (),
+) -> Factors:
+    table = Table()
+    lhs_shape, rhs_shape, *others = (value.shape for value in step.inputs)
+    lhs = table.all(lhs_shape)
+    paired = {b: lhs[a] for pairs in (summed, batch) for a, b in zip(*pairs, strict=True)}
+    paired |= dict.fromkeys(groups, ())
+    rhs = [paired[d] if d in paired else table.add(n) for d, n in enumerate(rhs_shape)]
+    result = [lhs[d] for d in batch[0]]
+    result += [f for d, f in enumerate(lhs) if d not in {*summed[0], *batch[0]}]
+    result += [f for d, f in enumerate(rhs) if d not in {*summed[1], *batch[1], *groups}]
+    # Of two arrays with the same groups, a ragged product makes a matrix for each group.
+    result = [()] * (len(step.outputs[0].shape) - len(result)) + result
+    arrays = [lhs, rhs, *unrelated(others)]
+    return table.relate(arrays, [result], [f for d in summed[0] for f in lhs[d]])
+
+
+def _relate_convolution(step: Step) -> Factors:
+    """Rows and features as in a product. The other dimensions are whole."""
+    table, numbers = Table(), step.params['dimension_numbers']
+    one_group = step.params['feature_group_count'] == step.params['batch_group_count'] == 1
+    kernel = step.inputs[1].shape
+    batch = table.add(step.inputs[0].shape[numbers.lhs_spec[0]])
+    features = table.add(kernel[numbers.rhs_spec[0]] if one_group else WHOLE)
+    inner = table.add(kernel[numbers.rhs_spec[1]]) if one_group else ()
+    before, after = step.inputs[0].shape, step.outputs[0].shape
+    pairs = zip(numbers.lhs_spec[2:], numbers.out_spec[2:], strict=True)
+    windows = [table.add(WHOLE) if before[a] == after[b] else () for a, b in pairs]
+
+    def place(spec: Sequence[int], *dims: Dimension) -> list[Dimension]:
+        return [dims[spec.index(d)] for d in range(len(spec))]
+
+    lhs = place(numbers.lhs_spec, batch, inner or features, *windows)
+    rhs = place(numbers.rhs_spec, features, inner, *[()] * len(windows))
+    return table.relate([lhs, rhs], [place(numbers.out_spec, batch, features, *windows)], inner)
+
+
+def _relate_gather(step: Step) -> Factors:
+    """A lookup: the rows of a table are as if summed over, and what a row holds is kept."""
+    table, numbers = Table(), step.params['dimension_numbers']
+    operand, indices, result = step.inputs[0].shape, step.inputs[1].shape, step.outputs[0].shape
+    where = [*table.all(indices[:-1]), ()]
+    batching = numbers.operand_batching_dims
+    pairs = zip(batching, numbers.start_indices_batching_dims, strict=True)
+    dims = {a: where[b] for a, b in pairs}
+    rows, windows, sizes = numbers.collapsed_slice_dims, [], step.params['slice_sizes']
+    for d in (d for d in range(len(operand)) if d not in batching):
+        dims[d] = table.add(operand[d]) if d in rows or sizes[d] == operand[d] else ()
+        windows += [] if d in rows else [dims[d]]
+    made = _interleave(len(result), numbers.offset_dims, windows, where)
+    summed = [f for d in rows for f in dims[d]]
+    return table.relate([_ordered(dims), where], [made], summed)
+
+
+def _relate_scatter(step: Step) -> Factors:
+    """The reverse of a lookup: results are sums over all rows that are added."""
+    table, numbers = Table(), step.params['dimension_numbers']
+    operand, indices, updates = (v.shape for v in step.inputs[:3])
+    where = [*table.all(indices[:-1]), ()]
+    batching, inserted = numbers.operand_batching_dims, numbers.inserted_window_dims
+    pairs = zip(batching, numbers.scatter_indices_batching_dims, strict=True)
+    dims = {a: where[b] for a, b in pairs}
+    kept = [d for d in range(len(operand)) if d not in {*batching, *inserted}]
+    for d, u in zip(kept, numbers.update_window_dims, strict=True):
+        dims[d] = table.add(operand[d] if operand[d] == updates[u] else WHOLE)
+    for d in inserted:
+        dims[d] = table.add(operand[d])
+    windows = [dims[d] for d in kept]
+    given = _interleave(len(updates), numbers.update_window_dims, windows, where)
+    shared = {f for d in batching for f in dims[d]}
+    summed = {f for dim in where for f in dim} - shared
+    result = _ordered(dims)
+    return table.relate([result, where, given], [result], summed)
+
+
+def _ordered(dims: dict[int, Dimension]) -> list[Dimension]:
+    return [dims[d] for d in range(len(dims))]
+
+
+def _interleave(
+    rank: int, windows: Sequence[int], inside: Sequence[Dimension], where: Sequence[Dimension]
+) -> list[Dimension]:
+    """The dimensions of rows that are looked up: those within a row, and those that count rows."""
+    window, batch = iter(inside), iter(where)
+    return [next(window) if d in windows else next(batch) for d in range(rank)]
 
 
 def _elementwise(step: Step) -> Factors:
@@ -207,14 +302,14 @@ _RESIZING = names_in(
     'reduce_window tile'
 )
 _RULES: dict[str, Rule] = {
-    'dot_general': relate_dot,
-    'ragged_dot_general': relate_ragged_dot,
-    'conv_general_dilated': relate_convolution,
+    'dot_general': _relate_dot,
+    'ragged_dot_general': _relate_ragged_dot,
+    'conv_general_dilated': _relate_convolution,
     'transpose': _transpose,
     'broadcast_in_dim': _broadcast,
     'reshape': _reshape,
     'squeeze': _squeeze,
-    'gather': relate_gather,
+    'gather': _relate_gather,
     'iota': _make,
     'rng_bit_generator': _make,
     'stack': _stack,
@@ -229,6 +324,6 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(REDUCTIONS, _reduce),
     **dict.fromkeys(_CUMULATIVE, _along('axis')),
     **dict.fromkeys(_RESIZING, _resize),
-    **dict.fromkeys(SCATTERS, relate_scatter),
+    **dict.fromkeys(SCATTERS, _relate_scatter),
     **dict.fromkeys(_WHOLE, _by_position),
 }
