@@ -32,7 +32,7 @@ def _relate_dot(step: Step) -> Factors:
 
 
 def _relate_ragged_dot(step: Step) -> Factors:
-    """A product whose rows are of groups, each with its own matrix; no factor is a group."""
+    """The factors of a product with one matrix per group of rows; groups have no factor."""
     numbers = step.params['ragged_dot_dimension_numbers']
     summed, batch = numbers.dot_dimension_numbers
     return _relate_product(step, summed, batch, numbers.rhs_group_dimensions)
@@ -53,14 +53,14 @@ def _relate_product(
     result = [lhs[d] for d in batch[0]]
     result += [f for d, f in enumerate(lhs) if d not in {*summed[0], *batch[0]}]
     result += [f for d, f in enumerate(rhs) if d not in {*summed[1], *batch[1], *groups}]
-    # Of two arrays with the same groups, a ragged product makes a matrix for each group.
+    # If the groups divide the summed dimension, a ragged product makes one matrix per group.
     result = [()] * (len(step.outputs[0].shape) - len(result)) + result
     arrays = [lhs, rhs, *unrelated(others)]
     return table.relate(arrays, [result], [f for d in summed[0] for f in lhs[d]])
 
 
 def _relate_convolution(step: Step) -> Factors:
-    """Rows and features as in a product. The other dimensions are whole."""
+    """The factors of a convolution: batch and features as in a product; windows are undivided."""
     table, numbers = Table(), step.params['dimension_numbers']
     one_group = step.params['feature_group_count'] == step.params['batch_group_count'] == 1
     kernel = step.inputs[1].shape
@@ -80,7 +80,7 @@ def _relate_convolution(step: Step) -> Factors:
 
 
 def _relate_gather(step: Step) -> Factors:
-    """A lookup: the rows of a table are as if summed over, and what a row holds is kept."""
+    """The factors of a lookup, as if it summed over the rows of a table and kept the columns."""
     table, numbers = Table(), step.params['dimension_numbers']
     operand, indices, result = step.inputs[0].shape, step.inputs[1].shape, step.outputs[0].shape
     where = [*table.all(indices[:-1]), ()]
@@ -97,7 +97,7 @@ def _relate_gather(step: Step) -> Factors:
 
 
 def _relate_scatter(step: Step) -> Factors:
-    """The reverse of a lookup: results are sums over all rows that are added."""
+    """The factors of a scatter, the reverse of a lookup: it sums over all rows that are added."""
     table, numbers = Table(), step.params['dimension_numbers']
     operand, indices, updates = (v.shape for v in step.inputs[:3])
     where = [*table.all(indices[:-1]), ()]
@@ -124,7 +124,7 @@ def _ordered(dims: dict[int, Dimension]) -> list[Dimension]:
 def _interleave(
     rank: int, windows: Sequence[int], inside: Sequence[Dimension], where: Sequence[Dimension]
 ) -> list[Dimension]:
-    """The dimensions of rows that are looked up: those within a row, and those that count rows."""
+    """The dimensions of looked-up rows: `inside` a row at `windows`, and elsewhere `where`."""
     window, batch = iter(inside), iter(where)
     return [next(window) if d in windows else next(batch) for d in range(rank)]
 
