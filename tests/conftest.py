@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import gin
+import hypothesis
 import jax
 import pytest
 
@@ -22,6 +23,12 @@ if jax.__version_info__ < (0, 11):  # a later XLA does not know the flag and wou
 jax.config.update('jax_platforms', 'cpu')
 jax.config.update('jax_disable_most_optimizations', True)
 jax.config.update('jax_num_cpu_devices', 8)
+
+# How long an example takes says something about the machine, not about the code.
+hypothesis.settings.register_profile(
+    'any machine', deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile('any machine')
 
 # nohup and background jobs of shells ignore these, and so would programs that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -96,7 +96,7 @@ LAYOUT = st.permutations(AXES).flatmap(
 
 
 @given(source=LAYOUT, target=LAYOUT)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_moves_lead_from_one_layout_to_the_other(source, target):
     partial = tuple(set(AXES) - set(itertools.chain(*source)))[:1]
     moves = plan_moves(source, target, partial)

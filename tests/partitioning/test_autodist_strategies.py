@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
 
 from partitioning.compat.autodist import (
@@ -47,7 +47,6 @@ def test_dimensions_that_cannot_be_cut(call, message):
 
 
 @given(st.integers(0, 3), st.integers(2, 9), st.integers(0, 3))
-@settings(deadline=None)
 def test_configs_become_specs_and_back(before, count, after):
     config = PartitionerConfig([*[1] * before, count, *[1] * after])
     sizes = {'one': 1, 'other': 10, 'cut': count}

@@ -207,7 +207,7 @@ TREES = st.recursive(
 ).filter(lambda tree: isinstance(tree, dict))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(TREES)
 def test_any_tree_survives_the_round_trip(tree):
     params = jax.tree.map(

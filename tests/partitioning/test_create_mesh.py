@@ -101,7 +101,7 @@ def test_an_axis_larger_than_a_slice():
     assert slices == [[0, 1], [2, 3]]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(local=st.integers(1, 8), processes=st.integers(1, 8), data=st.data())
 def test_the_last_axis_spans_few_hosts(local, processes, data):
     total = local * processes
@@ -214,7 +214,7 @@ def test_errors(case):
         assert part in str(error.value)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     number=st.integers(1, 48), sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4).map(tuple)
 )

@@ -259,7 +259,7 @@ def some_axes(draw, mesh):
     return tuple(axes[: draw(st.integers(0, len(axes)))])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data(), mesh=meshes(), rows_per_shard=st.integers(1, 3))
 def test_rows_of_any_assignment(data, mesh, rows_per_shard):
     axes = some_axes(data.draw, mesh)
@@ -268,7 +268,7 @@ def test_rows_of_any_assignment(data, mesh, rows_per_shard):
     assert set().union(*held.values()) == set(range(batch_size))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data(), mesh=meshes())
 def test_chunks_of_any_assignment(data, mesh):
     """The axes shard two dimensions, of sizes that divide or of any size under 'pad'."""

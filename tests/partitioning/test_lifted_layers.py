@@ -106,7 +106,7 @@ def test_scanned_boxes_train(boxes):
 NAMES = st.lists(st.sampled_from(['a', 'b', 'c', 'd', None]), max_size=4)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(NAMES, st.data())
 def test_names_move_as_dimensions_do(names, data):
     """The expected names follow the dimensions of numpy.stack and numpy.take."""
@@ -120,7 +120,7 @@ def test_names_move_as_dimensions_do(names, data):
     assert np.take(np.zeros(stacked), 0, axis=index).shape == tuple(sizes)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(NAMES.filter(bool), st.data())
 def test_add_axis_undoes_remove_axis(names, data):
     """The contract of flax, at every index, negative ones included."""

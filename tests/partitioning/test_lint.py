@@ -131,7 +131,7 @@ ARRAYS = [
 ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(SOME_RULES)
 def test_shadowed_rules_are_those_that_win_in_no_array(rules):
     win = {

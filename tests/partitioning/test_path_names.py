@@ -94,7 +94,7 @@ PATTERNS = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.sampled_from(PATTERNS), max_size=4, unique=True))
 def test_any_rules_agree_with_re_fullmatch(patterns):
     """Both arrays have the same rank, so any rule may name either of them."""

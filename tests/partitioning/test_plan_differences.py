@@ -37,7 +37,7 @@ def bytes_per_device(row):
     return row.bytes_total * math.prod(row.shard_shape) // max(math.prod(row.shape), 1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(plans(), st.data())
 def test_a_difference_is_exactly_what_differs(plan, data):
     after, added, removed, changed = [], set(), set(), {}

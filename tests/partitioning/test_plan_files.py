@@ -81,7 +81,7 @@ def test_a_plan_is_read_as_written(name):
     assert [*held.mesh.items()] == [*dict(getattr(plan.mesh, 'shape', plan.mesh)).items()]
 
 
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=75)
 @given(plans())
 def test_any_plan_is_read_as_written(plan):
     held = read(written(plan))

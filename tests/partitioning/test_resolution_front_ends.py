@@ -84,7 +84,7 @@ def answer(front_end, *args):
         return ValueError
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(cases(), st.sampled_from(SMALL_MESHES), st.sampled_from(POLICIES), st.booleans())
 def test_every_front_end_has_the_same_answer(case, sizes, policy, lenient):
     rules = AxisRules(case.rules, 'replicate' if lenient else 'error', policy)
@@ -153,7 +153,7 @@ def test_logical_names_cannot_be_mesh_axes(front_end):
 MIXED = st.lists(st.sampled_from([*'abc', *AXES]), unique=True, min_size=1, max_size=3).map(tuple)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(MIXED, RULES, st.sampled_from(SMALL_MESHES), st.data())
 def test_mesh_axes_as_names_have_the_same_answer_and_jax_accepts_it(names, rules, sizes, data):
     shape = data.draw(st.tuples(*[SIZES] * len(names)))

@@ -34,7 +34,7 @@ def shardings(draw, shape):
     return NamedSharding(mesh, P(*entries))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cuts(), st.data())
 def test_any_cut_into_any_layout(cut, data):
     shape, shards = cut

@@ -65,7 +65,7 @@ def weighted(means):
 # Properties of every torus.
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases(cores=True), st.booleans())
 def test_each_place_once(case, whole_row_major):
     torus, sizes = case
@@ -74,7 +74,7 @@ def test_each_place_once(case, whole_row_major):
     assert sorted(order.ravel().tolist()) == list(range(math.prod(torus.bounds)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(), st.booleans())
 def test_axes_take_boxes(case, whole_row_major):
     """All rings of one axis are the same box at different offsets."""
@@ -87,7 +87,7 @@ def test_axes_take_boxes(case, whole_row_major):
         assert math.prod(extents) == size
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases(largest=8, most=128))
 def test_rings_of_neighbours_where_a_box_is_even(case):
     """A part of a plane with an even side has a closed ring, whose steps are one stride each."""
@@ -202,7 +202,7 @@ def cheapest(torus, sizes):
     return min(costs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(dimensions=3, largest=8, most=32, cores=True))
 def test_no_cheaper_choice(case):
     torus, sizes = case
@@ -232,7 +232,7 @@ def test_the_best_of_one_axis_is_not_the_best_of_all(bounds, wrap, sizes):
 # Paths.
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_snakes_go_from_neighbour_to_neighbour(sizes):
     path = snake(sizes)

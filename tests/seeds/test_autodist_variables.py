@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
 
 from partitioning import create_mesh
@@ -63,7 +63,6 @@ def test_A4_blanks_are_removed():
 
 
 @given(st.integers(1, 300), st.data())
-@settings(deadline=None)
 def test_A5_A6_dense_and_sparse_gradients_are_cut_as_numpy_cuts(size, data):
     num = data.draw(st.integers(1, size))
     parts = np.array_split(np.arange(size), num)

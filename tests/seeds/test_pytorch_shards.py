@@ -38,7 +38,7 @@ def assert_one_tensor(shards, shape):
     assert (held == 1).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 40), st.integers(1, 12))
 def test_C9_C10_chunks_are_those_of_torch(size, chunks):
     """Element i of a dimension is in chunk i // ceil(size / chunks)."""
@@ -87,7 +87,7 @@ def shards(*pairs):
 ROWS = shards(([0, 0], [5, 5]), ([5, 0], [5, 5]))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(cuts(), st.data())
 def test_C12_C13_any_cut_makes_a_tensor_until_a_shard_changes(cut, data):
     """A shard that is left out, repeated or grown is found."""
@@ -162,7 +162,7 @@ def test_C14_overlaps_of_every_pair_of_small_boxes():
             validate_non_overlapping_shards_metadata([first, second])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(1, 3), st.data())
 def test_C15_chunks_are_inferred_from_shards_in_any_order(rank, data):
     shape = tuple(data.draw(st.integers(2, 12)) for _ in range(rank))

@@ -91,7 +91,7 @@ def test_D11_scalars(xy):
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_D8_D10_shards_of_random_layouts_and_back(data):
     ids = data.draw(st.permutations(range(8)))
     mesh = mesh_from_device_ids(ids, data.draw(st.sampled_from([(4, 2), (2, 2, 2), (1, 8)])))

@@ -45,7 +45,7 @@ def closed(kind, bounds):
     return (whole, whole, whole)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(meshes())
 def test_a_mesh_of_any_shape_has_every_device_and_axis_rings_counts_its_hops(case):
     mesh, bounds, devices = case
@@ -58,7 +58,7 @@ def test_a_mesh_of_any_shape_has_every_device_and_axis_rings_counts_its_hops(cas
         assert ring.network == ('ICI' if ring.size > 1 else '-')
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(
         [('TPU v5', (4, 4, 8)), ('TPU v5 lite', (8, 8, 1)), ('TPU v5 lite', (16, 8, 1))]

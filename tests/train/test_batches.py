@@ -97,7 +97,7 @@ def readers(opened):
     rows_each=st.integers(1, 3),
     step=st.integers(0, 1000) | st.integers(0, 10**9),
 )
-@settings(deadline=None, max_examples=500, database=None)
+@settings(max_examples=500, database=None)
 def test_a_batch_is_the_same_on_any_mesh(readers, task, seed, number, rows_each, step):
     mesh, axes, num_shards, processes = random_mesh(number)
     batch_size = num_shards * rows_each
@@ -173,7 +173,7 @@ def numbers(count):
 
 
 @given(st.integers(0, 4095), st.integers(1, 30), st.integers(1, 3))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_each_row_of_a_finite_set_has_weight_once_on_any_mesh(number, count, rows_each):
     mesh, axes, num_shards, processes = random_mesh(number)
     batch_size = num_shards * rows_each

@@ -89,7 +89,7 @@ def items(draw):
 
 @given(items())
 @example(([18, 18, 5, 5, 4, 4, 4], 30))
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 def test_bins_are_those_of_textbook_best_fit_decreasing(given_items):
     lengths, capacity = given_items
     bins = best_fit(np.array(lengths, np.int64), capacity)
@@ -122,7 +122,7 @@ any_documents = st.lists(st.lists(st.integers(0, 255), max_size=40).map(tuple), 
 
 
 @given(any_documents, st.integers(1, 30))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_rows_are_the_pieces_of_the_documents(documents, length):
     rows = all_rows(pack(stream_of(documents), length, SEPARATOR))
     found = collections.Counter()
@@ -208,7 +208,7 @@ def test_rows_of_short_paragraphs_are_nearly_full(python_sources):
 
 
 @given(any_documents.filter(bool), st.integers(1, 30))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_split_rows_follow_the_stream(documents, length):
     stream = stream_of(documents)
     rows = all_rows(SplitRows(stream, length, SEPARATOR))

@@ -116,7 +116,7 @@ figures = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(figures, st.integers(1, 20))
 def test_the_bound_is_below_every_step_and_pruning_keeps_the_fastest(rows, best):
     times, peaks = [row[0] for row in rows], [row[1] for row in rows]

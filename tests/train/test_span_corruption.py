@@ -98,7 +98,7 @@ mean_spans = st.floats(1, 20)
 
 
 @given(st.integers(3, 200), densities, mean_spans)
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_shorter_texts_fit_into_the_row_of_the_longest(encoder_length, density, mean_span):
     corruption = Corruption(density, mean_span)
     longest = corruption.longest_text(encoder_length)
@@ -115,7 +115,7 @@ def test_shorter_texts_fit_into_the_row_of_the_longest(encoder_length, density, 
 
 
 @given(st.integers(1, 300), densities, mean_spans, st.integers(0, 2**32 - 1))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_putting_the_spans_back_gives_the_text(length, density, mean_span, seed):
     corruption = Corruption(density, mean_span)
     rng = np.random.default_rng(seed)

@@ -31,7 +31,7 @@ def test_tokens_come_from_the_tokenizer(tmp_path):
 
 
 @given(st.lists(st.binary(max_size=30), max_size=12), st.integers(1, 40), st.integers(0, 100))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_documents_keep_their_order(contents, group_bytes, percent):
     source = Records(records=contents, holdout_percent=percent)
     with pytest.MonkeyPatch.context() as patch:

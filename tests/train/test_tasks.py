@@ -250,7 +250,7 @@ texts = st.lists(st.binary(max_size=30), min_size=1, max_size=10).filter(any)
 
 
 @given(texts, st.integers(1, 20), st.sampled_from(['split', 'pack']))
-@settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 def test_each_target_of_an_evaluation_has_weight_once(lm, documents, length, packing):
     held_out = lm(documents, 100, packing=packing).open(length).evaluation()
     found = weighted_pairs(held_out.rows)

@@ -173,7 +173,7 @@ def test_a_tilde_stands_for_the_home_directory(made, monkeypatch):
 
 
 @given(st.lists(st.binary(max_size=50), max_size=5))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_bytes_are_their_own_tokens(contents):
     tokenizer = ByteTokenizer()
     encoded = tokenizer.encode([''] * len(contents), contents)
