@@ -85,9 +85,9 @@ metric in the loss, plain_trainer
     top 5: found) + 0 * jnp.mean(jax.lax.top_k(logits, 5)[0])
     largest: found) + 0 * jnp.mean(jnp.argmax(logits, axis=-1))
 joined along a sharded dimension, our_transformer
-  hidden_BLF *= {_named_product(c, x_BLD, p, 'up')}
-    in reverse: _named_product(c, x_BLD, p, 'up')[..., ::-1]
-    shifted: jnp.roll(_named_product(c, x_BLD, p, 'up'), 1, -1)
+  hidden_BLF *= {part('mlp_up')}
+    in reverse: part('mlp_up')[..., ::-1]
+    shifted: jnp.roll(part('mlp_up'), 1, -1)
 rows that see each other, our_transformer
   normed_BLD = gather_length({normalize(config, params['mlp_norm'], x_BLD)})
     rows in reverse: normalize(config, params['mlp_norm'], x_BLD)[::-1]
