@@ -288,10 +288,10 @@ class _Editor:
             if user_line(stack) != self._change.source:
                 equations.append(edited)
             elif isinstance(self._change, ConstraintRemoval) or self._change.replaces:
-                result = edited.outvars[0]
-                if edited.primitive.name in CONSTRAINTS and self._is_for(result):
+                # Other operations of the line, such as a print, may have no results.
+                if edited.primitive.name in CONSTRAINTS and self._is_for(edited.outvars[0]):
                     self.count += 1  # a removal leaves all dimensions open
-                    edited = self._constraint(edited, edited.invars[0], result)
+                    edited = self._constraint(edited, edited.invars[0], edited.outvars[0])
                 equations.append(edited)
             elif is_backward:
                 equations += self._constrain_operands(edited)
