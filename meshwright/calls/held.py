@@ -143,11 +143,21 @@ def _sharding(entry: Any, x: Any) -> Sharding | None:
     return found if isinstance(found, Sharding) else None
 
 
-def plan_of(value: Any, partitioner: PartitionerLike) -> Plan | None:
-    """The plan of an argument that is a state, or None."""
+def plan_of(
+    value: Any,
+    partitioner: PartitionerLike,
+    errors: tuple[type[Exception], ...] = (Exception,),
+) -> Plan | None:
+    """The plan of an argument that is a state, or None.
+
+    Args:
+      value: the argument.
+      partitioner: the partitioner.
+      errors: what the partitioner raises if a value is not its state, by default anything.
+    """
     try:
         plan = partitioner.resolve(value)
-    except Exception:  # a partitioner may raise anything if a value is not its state
+    except errors:
         return None
     return plan if any(row.role == 'parameters' for row in plan.rows) else None
 

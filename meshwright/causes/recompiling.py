@@ -36,7 +36,8 @@ def compile_partitioned(
     """
     check_partitioned(fn)
     settings = fn.settings.on_any_mesh()
-    plans = [plan_of(arg, partitioner) for arg in args]
+    # An argument whose arrays have no names, such as a batch, has no plan.
+    plans = [plan_of(arg, partitioner, (ValueError, TypeError)) for arg in args]
     known: list[PlanRow] = [row for plan in plans if plan is not None for row in plan.rows]
 
     def retrace(rules: LogicalAxisRules) -> jax.stages.Traced:

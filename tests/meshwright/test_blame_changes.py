@@ -10,12 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec
 from plain_steps import compile_plain, compile_under, make_mesh
 
-from meshwright.causes import (
-    find_change,
-    try_change,
-)
+from meshwright.causes import compile_partitioned, find_change, try_change
 from meshwright.causes.cause import ConstraintRemoval
-from partitioning import constrain
+from partitioning import PjitPartitioner, constrain
 
 # What XLA writes for a gradient that it cannot move from one layout to another.
 WARNING = (
@@ -73,6 +70,31 @@ def test_a_wrong_constraint_is_replaced_and_the_gathers_are_gone(mesh):
     found = try_change(function, removal)
     assert found.exchanged[0] - found.exchanged[1] == gathered
     assert try_change(function, ConstraintRemoval(source='train.py:1')) is None
+
+
+def test_a_constraint_is_left_out_on_a_line_that_also_prints(mesh):
+    """A print is an operation without a result. Without the constraint, nothing is gathered."""
+
+    def step(params, x):
+        whole, _ = jax.lax.with_sharding_constraint(x, PartitionSpec()), jax.debug.print('a line')
+        return {'up': params['up'] + whole}
+
+    parameters = {'up': ((64, 128), PartitionSpec('data'))}
+    function = compile_plain(step, mesh, parameters, jax.ShapeDtypeStruct((64, 128), jnp.float32))
+    removal = ConstraintRemoval(source=f'{__file__}:{inspect.getsourcelines(step)[1] + 1}')
+    found = try_change(function, removal)
+    assert found.exchanged == (3 * 16 * 128 * 4, 0)
+
+
+def test_a_fault_of_a_partitioner_is_not_taken_for_an_argument_without_names():
+    class Faulty(PjitPartitioner):
+        def resolve(self, state):
+            raise RuntimeError('a fault')
+
+    faulty = Faulty(num_partitions=1)
+    partitioned = faulty.partition(jnp.sin, (None,), None)
+    with pytest.raises(RuntimeError, match='a fault'):
+        compile_partitioned(faulty, partitioned, jax.ShapeDtypeStruct((8,), jnp.float32))
 
 
 def test_a_parameter_that_is_whole_gets_the_layout_of_its_uses(mesh):
