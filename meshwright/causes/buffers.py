@@ -141,7 +141,7 @@ def explain_estimate(
     *,
     rows: Sequence[PlanRow | None] = (),
     rules: LogicalAxisRules = (),
-) -> tuple[tuple[LiveArray, Cause | None], ...]:
+) -> tuple[tuple[LiveArray, Cause], ...]:
     """Finds the causes of the buffers of an estimate, without a compiled program.
 
     Args:

@@ -77,14 +77,16 @@ def describe_arguments(
     if mesh is None or len(shardings) != len(avals):
         return (None,) * len(avals)
     donated = [x.donated for x in jax.tree.leaves(compiled.args_info)]
-    rows = []
+    rows: list[PlanRow | None] = []
     for path, aval, sharding, is_state in zip(paths, avals, shardings, donated, strict=True):
+        if sharding is None:
+            rows.append(None)
+            continue
         spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
         same = [r for r in known if f'/{path}'.endswith(f'/{r.path}') and r.shape == aval.shape]
         row = same[0] if same else None
         role, why = _role(path, aval, is_state), 'the layout of the argument'
-        made = row_of_array(row.path if row else path, aval, spec, mesh, why, row, role)
-        rows.append(made if sharding is not None else None)
+        rows.append(row_of_array(row.path if row else path, aval, spec, mesh, why, row, role))
     return tuple(rows)
 
 

@@ -21,7 +21,11 @@ Shape = tuple[int, ...]
 
 
 def find_factors(step: Step) -> Factors:
-    """Returns the factors of a step. They depend on shapes only, and are found once."""
+    """Returns the factors of a step, which are found once.
+
+    They depend on its primitive, its parameters and the shapes of its arrays. Exchanges replace
+    arrays of a step only by arrays of the same shapes.
+    """
     if step.factors is None:
         step.factors = _RULES.get(step.name, _elementwise)(step)
     return step.factors

@@ -92,8 +92,10 @@ def _sizes(traced: TracedProgram, on_tpu: bool) -> Callable[[Value], int]:
     ratios = kernel_ratios(traced.block, sizes) if on_tpu else {}
 
     def size_of(value: Value) -> int:
-        if value.on_host or not on_tpu:
-            return 0 if value.on_host else value.shard_bytes(sizes)
+        if value.on_host:
+            return 0
+        if not on_tpu:
+            return value.shard_bytes(sizes)
         if (ratio := ratios.get(id(value))) is not None:
             return math.ceil(value.shard_bytes(sizes) * ratio)
         return padded_bytes(value.shard_shape(sizes), value.dtype)

@@ -26,7 +26,7 @@ from partitioning.plan.rows import PlanRow
 from partitioning.products.flops import PRODUCTS
 from partitioning.rules import sharding_axes
 
-# What is added between steps. It moves a value, and changes nothing about it.
+# The steps that `insert_exchanges` adds. They move a value, and change nothing else about it.
 _EXCHANGES = {'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', SLICE}
 # Operations that pair the dimensions of their operands.
 _PAIRING = PRODUCTS | {'add', 'sub', 'mul', 'div', 'max', 'select_n'}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 from meshwright.program.collectives import Collective
@@ -21,14 +22,15 @@ class KernelWork:
       flops: the floating-point operations of all its executions in one call.
       nbytes: the bytes that they read and write in the device's memory.
       count: the number of executions in one call.
-      forward_flops: the part of `flops` outside of the backward pass.
+      forward_flops: the part of `flops` outside of the backward pass; nan if it is not known, as
+        for stored work from which only a step time is computed.
     """
 
     name: str
     flops: float
     nbytes: float
     count: int
-    forward_flops: float = 0.0
+    forward_flops: float = math.nan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
