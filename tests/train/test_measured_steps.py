@@ -17,7 +17,15 @@ import pytest
 from benchmarks import forecast_truth
 from benchmarks.measured_steps import records
 from benchmarks.measured_steps.cases import list_cases, work_of
-from benchmarks.measured_steps.fitting import FREE, USUAL, Case, Free, fit_constants
+from benchmarks.measured_steps.fitting import (
+    FREE,
+    FREE_OF_COMPILED,
+    USUAL,
+    Case,
+    Fit,
+    Free,
+    fit_constants,
+)
 from benchmarks.measured_steps.models import choose_remat
 from benchmarks.measured_steps.rebuilding import (
     NotRebuilt,
@@ -29,9 +37,11 @@ from benchmarks.measured_steps.rebuilding import (
 from benchmarks.measured_steps.rows import MeasuredRow, load_rows
 from benchmarks.measured_steps.scoring import (
     forecast_families,
+    forecast_with,
     is_left_out,
     naive_forecast,
     rank_correlation,
+    score,
 )
 from meshwright import Collective
 from meshwright.time import Work
@@ -337,6 +347,21 @@ def test_naive_forecasts_and_ranks():
     assert rank_correlation([1, 2], [1, 2]) is None
 
 
+def test_scores():
+    """Forecasts by the true constants, of steps that took 1 / 1.1 and 1 / 0.8 of their time."""
+    true = dataclasses.replace(
+        USUAL['v5e'], matmul_efficiency=0.8, hidden_share=0.75, host_delay=0.05
+    )
+    rows = [
+        dataclasses.replace(case, seconds=case.seconds * factor)
+        for case, factor in zip(CASES[:2], (1 / 1.1, 1 / 0.8), strict=True)
+    ]
+    found = score(forecast_with(rows, Fit({'v5e': true}, {})))
+    assert found.mean == pytest.approx((0.1 + 0.2) / 2)
+    assert found.worst == pytest.approx(0.2)
+    assert score([]) is None
+
+
 def test_families_are_forecast_by_others_and_groups_are_left_out_as_a_whole():
     """The rows of family 0 take twice as long as the constants of the others say."""
     rows = [
@@ -354,4 +379,7 @@ def test_families_are_forecast_by_others_and_groups_are_left_out_as_a_whole():
 
 def test_every_free_constant_is_one_of_the_model():
     fields = {field.name for field in dataclasses.fields(USUAL['v5e'])}
-    assert all(free.name in fields and {*free.chips} <= {*CHIPS} for free in FREE)
+    for free in (*FREE, *FREE_OF_COMPILED):
+        assert free.name in fields and {*free.chips} <= {*CHIPS}
+        assert free.spread > 0 and math.isfinite(free.spread)
+    assert {*USUAL} == {*CHIPS}
