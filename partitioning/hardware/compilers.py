@@ -147,8 +147,8 @@ def change_options(
       reason: why, for the options that are added or replaced.
 
     Raises:
-      ValueError: if a value cannot be the value of an option, or if an option that is not there is
-        to be removed.
+      ValueError: if a value cannot be the value of an option, or if None is to remove an option
+        that `options` does not contain.
     """
     options = tuple(options)
     names = [option.name for option in options]
@@ -218,7 +218,8 @@ def _try_flags(platform: str, values: tuple[str, ...]) -> str | None:
 def explain_refusal(platform: str, written: str, values: tuple[str, ...]) -> str | None:
     """Which flags a compiler refuses, and what to write; None if it ended for another reason.
 
-    Its process has written this to its standard error, with these values of `FLAG_VARIABLES`.
+    `written` is what the process of the compiler wrote to its standard error, and `values` has the
+    value of each of `FLAG_VARIABLES`.
     """
     lines = written.splitlines()
     end = next((i for i, line in enumerate(lines) if _LAST_WORDS.match(line)), None)

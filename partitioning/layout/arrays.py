@@ -39,9 +39,7 @@ def local_to_global(
         if batch_size is None:
             batch_size = shape[0] // len(batch.chunk) * batch.num_shards
         _check_layout(spec, mesh, name, (batch_size, *shape[1:]))
-        array = np.asarray(leaf)
-        if array.dtype.kind in 'iu':
-            _check_integers_fit(name, array)
+        _check_integers_fit(name, np.asarray(leaf))
     return jax.tree.map(lambda leaf: _global_array(leaf, batch), local_batch)
 
 
@@ -70,7 +68,10 @@ _check_layout = functools.lru_cache(maxsize=256)(check_layout)
 
 
 def global_to_local(global_batch: Any) -> Any:
-    """The rows of global arrays that this process holds, in the order of the global rows.
+    """The rows of global arrays that this process holds; the inverse of `local_to_global`.
+
+    The argument is a pytree of jax.Arrays [batch, ...] with any sharding. The result has numpy
+    arrays [local rows, ...], in the order of the global rows.
 
     Raises:
       ValueError: if this process holds only some columns of a row.
@@ -120,21 +121,23 @@ def _check_rows(
     rows, held, num_shards = shape[0], len(batch.chunk), batch.num_shards
     if batch_size is None:
         fits, holds = bool(rows) and rows % held == 0, f'{held} of the {num_shards} shards'
+        wrong = f', which is not a positive multiple of {held}'
         hint = f'{held} or {2 * held} rows, for example'
     else:
         expected = batch_size // num_shards * held
         fits, holds = rows == expected, f'{expected} of the {batch_size} rows'
-        hint = 'the rows of DataLayout.row_indices'
+        wrong, hint = '', 'the rows of DataLayout.row_indices'
     if not fits:
         raise ValueError(
-            f'{name} has {rows} rows, shape {shape}: process {jax.process_index()} holds {holds} '
-            f'of the batch on the mesh {describe_axes(batch.sharding.mesh.shape)}. Pass {hint}'
+            f'{name} has {rows} rows, shape {shape}{wrong}: process {jax.process_index()} holds '
+            f'{holds} of the batch on the mesh {describe_axes(batch.sharding.mesh.shape)}. '
+            f'Pass {hint}'
         )
 
 
 def _check_integers_fit(name: str, array: np.ndarray) -> None:
     """Raises ValueError if jax would truncate integers of 64 bits to 32 bits."""
-    kept = jax.dtypes.canonicalize_dtype(array.dtype)
+    kept = jax.dtypes.canonicalize_dtype(array.dtype) if array.dtype.kind in 'iu' else array.dtype
     if kept != array.dtype and array.size and (array.astype(kept) != array).any():
         raise ValueError(
             f'{name}, {array.dtype} of shape {array.shape}, has integers beyond {kept}, which jax '

@@ -93,21 +93,23 @@ class LocalChunker:
         positions = [
             sorted(set(along)) for along in zip(*map(ownership.position, chunk), strict=True)
         ]
-        is_block = len(chunk) == math.prod(map(len, positions))
-        slices = [
-            slice(None)
-            if not axes[dim]
-            else _slice_of(along, shape[dim], ownership.num_shards[dim])
-            for dim, along in enumerate(positions)
-        ]
-        if ownership.chunks_overlap or not is_block or None in slices:
+        if ownership.chunks_overlap or len(chunk) != math.prod(map(len, positions)):
+            why = (
+                'some of them also belong to other chunks'
+                if ownership.chunks_overlap
+                else 'they do not form a rectangle'
+            )
             raise ValueError(
                 f'process {self.process_index} holds {len(chunk)} shards over mesh axes '
-                f'{tuple(mesh_axes)}, which do not form one slice per dimension that is disjoint '
-                'from other chunks: use get_local_chunks, which lists every shard'
+                f'{tuple(mesh_axes)}, but {why}: use get_local_chunks, which lists every shard'
             )
-        whole = tuple(x for x in slices if x is not None)
-        return LocalChunkInfo(whole, ownership.replica_ids[self.process_index])
+        slices = tuple(
+            self._joined_slice(dim, shape[dim], along, ownership.num_shards[dim])
+            if axes[dim]
+            else slice(None)
+            for dim, along in enumerate(positions)
+        )
+        return LocalChunkInfo(slices, ownership.replica_ids[self.process_index])
 
     def get_local_chunks(
         self,
@@ -183,15 +185,20 @@ class LocalChunker:
                 raise ValueError(f'the array: {problem.message}')
         return shape, axes, ownership
 
-
-def _slice_of(positions: Sequence[int], size: int, num_shards: int) -> slice | None:
-    """The slice that joins the shards at these positions along a dimension, if there is one."""
-    steps = set(np.diff(positions).tolist())
-    if steps <= {1}:
-        return _elements(positions[0], positions[-1], size, num_shards)
-    if len(steps) == 1 and size <= num_shards:  # A shard is one element: use a stride.
-        return slice(min(positions[0], size), min(positions[-1] + 1, size), steps.pop())
-    return None
+    def _joined_slice(
+        self, dim: int, size: int, positions: Sequence[int], num_shards: int
+    ) -> slice:
+        """The slice that joins the shards at these positions along a dimension."""
+        steps = set(np.diff(positions).tolist())
+        if steps <= {1}:
+            return _elements(positions[0], positions[-1], size, num_shards)
+        if len(steps) == 1 and size <= num_shards:  # A shard is one element: use a stride.
+            return slice(min(positions[0], size), min(positions[-1] + 1, size), steps.pop())
+        raise ValueError(
+            f'process {self.process_index} holds shards {list(positions)} of {num_shards} along '
+            f'dimension {dim}, which do not form a slice: use get_local_chunks, which lists every '
+            'shard'
+        )
 
 
 def _elements(first: int, last: int, size: int, num_shards: int) -> slice:

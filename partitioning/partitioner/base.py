@@ -353,6 +353,10 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         """The state with a PartitionSpec for every array, by T5X's name."""
         return self.resolve(train_state).specs
 
+    def get_shardings(self, train_state: Any) -> Any:
+        """The state with a NamedSharding for every array."""
+        return self.resolve(train_state).shardings
+
     # Functions.
 
     @abc.abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from typing import TYPE_CHECKING
 
@@ -19,14 +20,24 @@ def png_of(figure: Figure) -> bytes:
 
 
 def new_figure(inches: tuple[float, float]) -> Figure:
-    """An empty figure of a size in inches, which notebooks show without pyplot.
+    """An empty figure of a size in inches.
 
     Raises:
       RuntimeError: if matplotlib is not installed.
     """
+    return _figure_class()(figsize=inches, dpi=120, layout='constrained')
+
+
+@functools.cache
+def _figure_class() -> type[Figure]:
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise RuntimeError("drawing needs matplotlib: pip install 'meshwright[plot]'") from None
-    picture = type('Picture', (Figure,), {'_repr_png_': png_of})
-    return picture(figsize=inches, dpi=120, layout='constrained')
+
+    class Picture(Figure):
+        """A Figure that notebooks show, without pyplot."""
+
+        _repr_png_ = png_of
+
+    return Picture

@@ -20,6 +20,9 @@ from partitioning.rules import check_spec, sharding_str
 from partitioning.state import shape_of
 from partitioning.state.boxes import array_of
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 Range = tuple[int, int]  # start and stop
 Block = tuple[Range, ...]  # one range per dimension
 Color = tuple[int, int, int]  # red, green and blue, each at most 255
@@ -70,7 +73,7 @@ class ShardingPicture:
         return tuple(tuple(sorted({*along})) for along in zip(*self.devices, strict=True))
 
     def ranges_along(self, dim: int | None) -> tuple[Range | None, ...]:
-        """The ranges along one dimension, or a single None if there is no dimension."""
+        """The ranges of the blocks along a dimension; `(None,)` if `dim` is None."""
         return (None,) if dim is None else self.ranges[dim]
 
     @functools.cached_property
@@ -119,7 +122,7 @@ class ShardingPicture:
         downs, rights = (self.ranges_along(dim) for dim in self.drawn)
         across = min(len(self.panels), _PANELS_ACROSS)
         down = math.ceil(len(self.panels) / across)
-        # Blocks get the space that their numbers need, as long as the self fits a page.
+        # Blocks get the space that their numbers need, as long as the picture fits a page.
         longest = max(map(len, map(self.label, self.devices)))
         width = min(max(len(rights) * max(0.45, 0.085 * longest + 0.1), 2.2), 9.0 / across)
         height = min(max(len(downs) * 0.36, 0.8), 8.0 / down)
@@ -226,10 +229,6 @@ def is_dark(color: Color) -> bool:
     """Whether white text is easier to read on a color than black text."""
     red, green, blue = color
     return 0.299 * red + 0.587 * green + 0.114 * blue < 140
-
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def _draw_blocks(

@@ -240,7 +240,8 @@ def audit_rows(
 def check_fixed_point(state: Any, shardings: Any) -> None:
     """Checks that the arrays of a state are laid out by these shardings; see `Plan.check`.
 
-    Static fields, such as the optimizer in Flax's TrainState, may differ.
+    The tree of the shardings may be a prefix of the state. Static fields, such as the optimizer in
+    Flax's TrainState, may differ.
 
     Raises:
       ValueError: with the path of the first array that is laid out differently; from jax, if the

@@ -142,9 +142,9 @@ def is_array(x: Any) -> bool:
 
 
 def impose_plan(plan: Plan, state: Any, mesh: Mesh) -> Plan:
-    """The plan of a state whose arrays another plan lays out, or only its parameters.
+    """The plan of a state that is laid out by another plan.
 
-    Without rows for the optimizer's state, its layout follows the parameters.
+    The other plan may have rows for the parameters only. The optimizer's state then follows them.
 
     Raises:
       ValueError: if the mesh, or the path, shape or dtype of an array differs from the plan.

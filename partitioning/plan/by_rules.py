@@ -221,7 +221,7 @@ def build_plan(
         return lay_out_state(state, rules.layout, rules, mesh, report)
     replicate = rules.rules.on_unmatched == 'replicate'
     try:
-        # Under 'replicate', arrays without names are no problem.
+        # Under 'replicate', arrays may lack names.
         of_walk = (lambda path, problem: None) if replicate else report
         tree = walk(state, rules.overrides, of_walk, said=said)
     except NoNamesError:
@@ -251,6 +251,10 @@ def lint(rules: RuleSet, mesh: MeshLike, state: Any = None) -> tuple[Finding, ..
     findings += [f for f in row_findings(rows, rules) if f.where not in wrong]
     findings += rule_findings(rules, mesh, rows)
     return tuple(sorted(dict.fromkeys(findings), key=lambda finding: finding.severity))
+
+
+def _with_note(problems: Sequence[Problem], note: str) -> tuple[Problem, ...]:
+    return tuple(problem._replace(message=problem.message + note) for problem in problems)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -285,13 +289,13 @@ class _RuleBuilder(PlanBuilder):
             shape=parameter.shape,
             axes_as_names=parameter.axes_as_names,
         )
-        note = ''
         if (covered := parameter.num_carried) is not None:
             rank = len(resolved)
             names = f'the names {parameter.carried} cover {covered} of {rank} dimensions'
             nothing = without_name(f'{NOT_COVERED}: {names}')
             resolved = (*resolved[:covered], *[nothing] * (rank - covered))
             note = f'. The names cover the first {covered} of {rank} dimensions: {OF_LAYERS}'
+            problems = _with_note(problems, note)
         own = parameter.mesh
         if own is not None and dict(own.shape) != dict(axis_sizes(self.mesh)):
             message = (
@@ -299,8 +303,7 @@ class _RuleBuilder(PlanBuilder):
                 f'{describe_axes(self.mesh)}'
             )
             problems = (*problems, Problem('conflict', message))
-        note += ' (by optimizer_axis_rules)' if separate else ''
-        return resolved, tuple(p._replace(message=p.message + note) for p in problems)
+        return resolved, _with_note(problems, ' (by optimizer_axis_rules)' if separate else '')
 
     def nameless(self, leaf: Leaf) -> PlanRow | Unplanned:
         if leaf.said_none:

@@ -131,7 +131,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def row_from_json(row: Any, mesh: Mapping[str, int]) -> PlanRow:
-    """Makes a row of what `row_to_json` wrote, and compares the figures.
+    """Makes a row from what `row_to_json` wrote, and checks the figures in the file against it.
 
     Raises:
       ValueError: if it is malformed, or if a figure contradicts its axes.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -140,7 +139,7 @@ def shard_shape(
 ) -> tuple[int, ...]:
     """The shape of one device's shard."""
     shards = [num_shards(sharding_axes(d.mesh_axes), mesh) for d in dimensions]
-    return tuple(map(operator.floordiv, shape, shards))
+    return tuple([size // number for size, number in zip(shape, shards, strict=True)])
 
 
 def check_layout_of(path: str, shape: Sequence[int], spec: Spec, mesh: MeshLike) -> None:

@@ -91,9 +91,12 @@ def find_sharing(
 ) -> Sharing | None:
     """Returns how the gradient of weights `w` is summed and scattered over the mesh that is set.
 
-    The rules of the context lay out the gradient, or GRADIENT_RULES if they are set. It is None if
-    no mesh axis shards both the summed dimensions and the weights, if there is no mesh or there are
-    no rules, and on meshes with Explicit axes, where jax lays out gradients by itself.
+    `x_names` and `w_names` are the logical axes of the two arrays. GRADIENT_RULES lay out the
+    gradient if they are set, and otherwise `rules`, which are the rules of the context.
+
+    The result is None if no mesh axis shards both the summed dimensions and the weights. It is also
+    None without a mesh, without rules, and on meshes with Explicit axes, where jax lays out
+    gradients by itself.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not rules or AxisType.Explicit in mesh.axis_types:

@@ -138,8 +138,8 @@ def find_boundary(settings: PartitionSettings, mesh: Mesh) -> Boundary:
 def to_shardings(resources: Any, mesh: Mesh, *, allow_unconstrained: bool = False) -> Any:
     """The shardings on `mesh` of a pytree of PartitionSpecs, Shardings or None, which replicates.
 
-    If it is allowed, a spec with UNCONSTRAINED dimensions becomes None, with which jax.jit keeps or
-    chooses the layout; `lay_out_inside` applies the rest of the spec.
+    With `allow_unconstrained`, a spec may have UNCONSTRAINED dimensions. It becomes None: jax.jit
+    then keeps or chooses the layout, and `lay_out_inside` applies the rest of the spec.
 
     Raises:
       ValueError: if a leaf is anything else, or if the mesh cannot have a spec.

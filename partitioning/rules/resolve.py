@@ -123,7 +123,7 @@ def try_resolve(
         dim: name
         for dim, name in enumerate(names)
         if isinstance(name, tuple)
-        or (axes_as_names and sizes is not None and name in sizes and name not in known)
+        or (axes_as_names and isinstance(name, str) and name in (sizes or ()) and name not in known)
     }
     problems = [*_name_problems(names, shape), *_axis_problems(names, rules, given, sizes)]
     resolved = _match(names, rules, given, sizes or {})

@@ -249,9 +249,8 @@ def _roots(
 
     The parameters are below the key 'params' that is nearest to the top of the state, because
     states of optimizers may contain that key at greater depth. If no path contains it, all paths
-    are parameters, in one tree.
-
-    If path rules name arrays, `overridden`, arrays without names can be parameters too.
+    are parameters, in one tree. With `overridden`, path rules name arrays, so that arrays without
+    names can be parameters too.
     """
     variables = [entry for entry in entries if entry.carrier == 'variable']
     optimizer = {entry.path for entry in variables if is_optimizer_variable(entry.leaf)}

@@ -212,7 +212,7 @@ class _Found(NamedTuple):
 def make_path_rules(
     names: Mapping[str, Names | None], general: Collection[Names] = ()
 ) -> list[tuple[str, Names]]:
-    """Path rules that give each array its names; None are names that no rule may match.
+    """Path rules that give each path its names, and match no path whose names are None.
 
     Names that are `general` may be given to everything that earlier rules leave, such as all arrays
     that are called 'bias'.

@@ -162,7 +162,12 @@ def test_strategies_of_one_content_have_one_id():
         (('"2,1"', '"2"'), "partitioner '2' has 1 entry.* 2 dimensions"),
         (('"2,1"', '"3,1"'), '3 shards needs 3 servers'),
         (('"servers": ["A", "A"]', '"servers": ["A"]'), 'needs 2 servers'),
-        (('"float32"', '"floaty"'), "'floaty' is not a dtype"),
+        (('"float32"', '"floaty"'), "'emb': \"dtype\" 'floaty' is not a dtype"),
+        (('[32, 8]', '"328"'), "'emb': \"shape\" must be a list, not '328'"),
+        (('[32, 8]', '[32.5, 8]'), r"'emb': \"shape\" must be a list of sizes, not \[32\.5, 8\]"),
+        (('[32, 8]', '[-32, 8]'), r"'emb': \"shape\" must be a list of sizes, not \[-32, 8\]"),
+        (('["A", "A"]', '"AA"'), "'emb': \"servers\" must be a list, not 'AA'"),
+        (('"sparse": false', '"sparse": "no"'), "'emb': \"sparse\" must be a bool, not 'no'"),
         (('{', '['), 'JSON'),
     ],
 )

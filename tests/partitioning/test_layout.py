@@ -80,7 +80,9 @@ def test_overlapping_chunks_are_numbered_and_listed_by_shard():
     chunkers = [LocalChunker(mesh, process) for process in (0, 1)]
     assert [c.get_shard_id('data') for c in chunkers] == [0, 1]
     assert [c.get_num_shards('data') for c in chunkers] == [2, 2]
-    with pytest.raises(ValueError, match=r'process 0 holds 2 shards.*get_local_chunks'):
+    with pytest.raises(
+        ValueError, match=r'process 0 holds 2 shards.*other chunks.*get_local_chunks'
+    ):
         chunkers[0].get_local_chunk_info((3,), ['data'])
     assert [c.get_local_chunks((3,), ['data']) for c in chunkers] == [
         (LocalChunkInfo((slice(0, 1),), 0), LocalChunkInfo((slice(1, 2),), 0)),
@@ -217,6 +219,19 @@ def test_errors_of_chunks(shape, axes, message):
     for method in (chunker.get_local_chunk_info, chunker.get_local_chunks):
         with pytest.raises(ValueError, match=message):
             method(shape, axes)
+
+
+@pytest.mark.parametrize(
+    'owners, message',
+    [
+        ([[0, 1, 1, 0], [1, 1, 0, 0]], '4 shards .* do not form a rectangle'),
+        ([[0, 1, 1, 0], [0, 1, 1, 0]], r'shards \[0, 3\] of 4 along dimension 1'),
+    ],
+)
+def test_why_one_slice_per_dimension_cannot_describe_a_chunk(owners, message):
+    chunker = LocalChunker(mesh_of_processes(owners, ('data', 'model')), 0)
+    with pytest.raises(ValueError, match=rf'process 0 holds {message}.*get_local_chunks'):
+        chunker.get_local_chunk_info((2, 8), ('data', 'model'))
 
 
 def test_chunks_have_two_policies():

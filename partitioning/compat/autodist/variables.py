@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from partitioning.compat.autodist.splits import PartitionerConfig, check_sparse_axis, split_sizes
 from partitioning.compat.pytorch.trees import parameters
 from partitioning.plan.plan_file import check_keys
-from partitioning.rules import nearest
+from partitioning.rules import is_count, nearest
 from partitioning.state import shape_of
 from partitioning.state.boxes import array_of
 
@@ -38,10 +38,7 @@ class Variable:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, 'shape', tuple(int(size) for size in self.shape))
-        try:
-            object.__setattr__(self, 'dtype', str(jnp.dtype(self.dtype)))
-        except TypeError as error:
-            raise ValueError(f'{self.name}: {self.dtype!r} is not a dtype') from error
+        object.__setattr__(self, 'dtype', str(jnp.dtype(self.dtype)))
 
     @property
     def nbytes(self) -> int:
@@ -175,6 +172,8 @@ class GraphConfig:
 
 _VARIABLE_KEYS = tuple(field.name for field in dataclasses.fields(Variable))
 _NODE_KEYS = tuple(f.name for f in dataclasses.fields(NodeConfig) if f.name != 'variable')
+_TYPES: dict[str, type] = dict.fromkeys(('shape', 'servers', 'groups'), list)
+_TYPES |= dict.fromkeys(('sparse', 'local_replication'), bool)
 
 
 def row_of(node: NodeConfig) -> dict[str, Any]:
@@ -186,12 +185,19 @@ def row_of(node: NodeConfig) -> dict[str, Any]:
 def node_of(row: Any) -> NodeConfig:
     """What the row of a strategy file says; a row that is not valid raises ValueError."""
     check_object('a row of "node_config"', row, (*_VARIABLE_KEYS, *_NODE_KEYS))
-    held: dict[str, Any] = {key: row[key] for key in _NODE_KEYS}
+    where = repr(row['name'])
+    for key, kind in _TYPES.items():
+        if not isinstance(row[key], kind):
+            raise ValueError(f'{where}: "{key}" must be a {kind.__name__}, not {row[key]!r}')
+    if not all(is_count(size) or size == 0 for size in row['shape']):
+        raise ValueError(f'{where}: "shape" must be a list of sizes, not {row["shape"]!r}')
     try:
-        held |= {key: tuple(row[key]) for key in ('servers', 'groups')}
-        return NodeConfig(variable=Variable(**{key: row[key] for key in _VARIABLE_KEYS}), **held)
+        variable = Variable(**{key: row[key] for key in _VARIABLE_KEYS})
     except TypeError as error:
-        raise ValueError(f'{row["name"]!r}: {error}') from error
+        raise ValueError(f'{where}: "dtype" {row["dtype"]!r} is not a dtype') from error
+    held: dict[str, Any] = {key: row[key] for key in _NODE_KEYS}
+    held |= {key: tuple(row[key]) for key in ('servers', 'groups')}
+    return NodeConfig(variable=variable, **held)
 
 
 def check_object(where: str, held: Any, keys: Sequence[str]) -> None:

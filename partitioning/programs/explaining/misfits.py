@@ -103,8 +103,8 @@ def static_field_problems(arguments: Sequence[Argument]) -> Iterator[str]:
         except TreeMismatchError as error:
             yield (
                 f'{argument.name}{jax.tree_util.keystr(error.path)}: the entry in '
-                f'in_axis_resources has {error.first}, but the argument has {error.second}: pass '
-                'every argument by position'
+                f'in_axis_resources has {error.first}, but the argument has {error.second}. Make '
+                f'the specs from this {argument.name}, for example with partitioner.plan'
             )
 
 
