@@ -343,7 +343,7 @@ class PjitPartitioner(BasePjitPartitioner):
         return build_plan(self._with_names(train_state), self.rule_set, self.mesh, said=said)
 
     def _said_axes(self, train_state: Any) -> Any:
-        """The logical axes by a subclass, which may override `get_logical_axes` as in T5X."""
+        """The logical axes from a subclass that overrides `get_logical_axes`, as in T5X."""
         return self.get_logical_axes(train_state)
 
     def get_logical_axes(self, train_state: Any) -> Any:

@@ -238,7 +238,11 @@ def check_layout(
 ) -> LayoutSetting | None:
     """Checks the setting `layout`; partition rules are returned as (regular expression, mesh axes).
 
-    Any layout replaces `settings`, and a word replaces `with_words` too: none of them may be given.
+    Any layout replaces the settings of the partitioner in `settings`, and a word replaces
+    `with_words` too.
+
+    Raises:
+      ValueError: if the layout is malformed, or if a setting that it replaces is given.
     """
     if layout is None:
         return None

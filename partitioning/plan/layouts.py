@@ -202,9 +202,10 @@ class RuleLayout:
         if problems:
             return whole(subject, f'partition rule {pattern!r} does not fit'), problems
         entries = (*axes, *[None] * (len(shape) - len(axes)))
+        whose = f'partition rule {pattern!r}'
         dimensions = [
             dataclasses.replace(
-                without_name(f'{"replicates" if entry is None else "shards"} it'),
+                without_name(f'{whose} {"replicates" if entry is None else "shards"} it'),
                 mesh_axes=entry,
                 wanted=entry,
                 rule=(pattern, entry),
@@ -214,10 +215,11 @@ class RuleLayout:
         found = (*apply_policies(dimensions, shape, mesh, self.policies.on_indivisible),)
         if any(d.policy == 'pad' for d in dimensions):
             found = (*found, *padding_problems(mesh))
-        whose = f'partition rule {pattern!r}'
         undone: dict[str, Any] = {'mesh_axes': None, 'policy': None} if found else {}
         dimensions = [
-            dataclasses.replace(d, reason=f'{whose}{":" * bool(d.policy)} {d.reason}', **undone)
+            dataclasses.replace(
+                d, reason=f'{whose}: {d.reason}' if d.policy else d.reason, **undone
+            )
             for d in dimensions
         ]
         problems = [p._replace(message=f'{whose}: {p.message}') for p in found]

@@ -49,8 +49,8 @@ def pair_leaves(
     """Yields the path of each leaf of `second`, the leaf of `first` for it, and the leaf itself.
 
     With `prefix`, None is a leaf in `first`, and a leaf of it may stand for a whole tree in
-    `second`. With `static_fields` and `types`, the static fields and the types of the nodes must be
-    equal too; differences between children come first. The paths begin with `path`.
+    `second`. With `types`, the types of the nodes must be equal too. With `static_fields`, their
+    static fields must be, but differences between children come first. The paths begin with `path`.
 
     Raises:
       TreeMismatchError: at the first place where the structures differ.
@@ -153,9 +153,10 @@ def with_static_fields(
 ) -> tuple[Any, Any] | None:
     """Shardings for arguments that have other static fields than the shardings.
 
-    Both get the static fields of the arguments. Wherever the result has the structure of an
-    argument, it gets its static fields, as in a step that returns its state. None is returned if
-    each argument has the structure of its shardings, or if the paths of its arrays differ.
+    The shardings of the arguments and of the result are returned, with the static fields of the
+    arguments. Wherever the result has the structure of an argument, it gets its static fields, as
+    in a step that returns its state. None is returned if each argument has the structure of its
+    shardings, or if the paths of its arrays differ.
     """
     if not isinstance(in_shardings, tuple) or len(in_shardings) != len(args):
         return None

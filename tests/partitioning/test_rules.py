@@ -59,6 +59,14 @@ def test_indivisible_size(size, nearest):
     assert "('baz', None)" in str(error.value)
 
 
+@pytest.mark.parametrize('axes_as_names', [True, False])
+def test_a_list_of_mesh_axes_is_not_a_name(axes_as_names):
+    with pytest.raises(ValueError, match=r"\['x'\] in logical axes .* must be a name, a tuple"):
+        resolve_axes(
+            (['x'], 'a'), [('a', None)], mesh={'x': 2}, shape=(4, 4), axes_as_names=axes_as_names
+        )
+
+
 # Reasons.
 
 
