@@ -13,7 +13,8 @@ from etils import epath
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
-from train.checkpoints.arrays.stored import StoredArray, in_memory, piece_shape, split
+from train.checkpoints.arrays.pieces import chunk_shape, piece_shape, split
+from train.checkpoints.arrays.stored import StoredArray, in_memory
 from train.checkpoints.formats.opening import (
     choose_place,
     examine_place,
@@ -342,7 +343,7 @@ def stored(shape, chunk=None, dtype='float32'):
 )
 @pytest.mark.parametrize('limit', [4, 40, 2**28])
 def test_pieces_cover_an_array_once_and_cut_no_chunk(monkeypatch, shape, chunk, limit):
-    monkeypatch.setattr('train.checkpoints.arrays.stored.PIECE_BYTES', limit)
+    monkeypatch.setattr('train.checkpoints.arrays.pieces.PIECE_BYTES', limit)
     array = stored(shape, chunk)
     seen = np.zeros(shape, int)
     for index in split(array):
@@ -359,7 +360,21 @@ def test_pieces_are_not_larger_than_necessary():
         shape=(2**20, 2**10), dtype=np.dtype('float32'), start=array.start, chunk=(3, 2**10)
     )
     rows, columns = piece_shape(huge)
-    assert columns == 2**10 and rows % 3 == 0 and 2**25 < rows * columns * 4 <= 2**26
+    assert columns == 2**10 and rows == 3 * 2**14 and 2**27 < rows * columns * 4 <= 2**28
+
+
+@pytest.mark.parametrize(
+    ('shape', 'chunk'),
+    [((96, 64), None), ((32003, 8), None), ((120, 7, 3), (5, 7, 3)), ((6007, 4), (3001, 4))],
+)
+def test_chunks_are_parts_of_pieces_and_small(monkeypatch, shape, chunk):
+    monkeypatch.setattr('train.checkpoints.arrays.pieces.PIECE_BYTES', 2**12)
+    array = stored(shape, chunk)
+    piece, written = piece_shape(array), chunk_shape(array, 2**10)
+    for size, part, whole in zip(piece, written, shape, strict=True):
+        assert size % part == 0 or size == whole
+    if chunk != (3001, 4):  # a prime number of rows cannot be divided
+        assert 2**8 < np.prod(written) * 4 <= 2**10
 
 
 def test_arrays_of_many_layers_are_one_group():

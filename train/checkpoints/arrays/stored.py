@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -21,8 +20,6 @@ from train.paths import is_remote
 Index = tuple[slice, ...]
 Bounds = tuple[tuple[int, int], ...]
 CACHE_BYTES = 100_000_000
-# A piece is larger only if one chunk of the file is.
-PIECE_BYTES = 2**26
 
 
 class HasShape(Protocol):
@@ -260,31 +257,3 @@ def kvstore_of(folder: epath.Path) -> dict[str, Any]:
     bucket, _, path = text.partition('://')[2].partition('/')
     spec = {'driver': 'gcs', 'bucket': bucket, 'path': path.rstrip('/') + '/'}
     return in_s3(spec) if text.startswith('s3://') else spec
-
-
-# Arrays piece by piece, so that an array that is larger than the memory can be copied.
-
-
-def split(array: StoredArray) -> Iterator[Index]:
-    """The slices of an array, in the order of its values, of at most 64 MiB each.
-
-    Every chunk of the file is in one piece, because a part of it costs as much as all of it.
-    """
-    piece = piece_shape(array)
-    starts = (range(0, size, max(step, 1)) for size, step in zip(array.shape, piece, strict=True))
-    for corner in itertools.product(*starts):
-        bounds = zip(corner, piece, array.shape, strict=True)
-        yield tuple(slice(at, min(at + step, size)) for at, step, size in bounds)
-
-
-def piece_shape(array: StoredArray) -> tuple[int, ...]:
-    """The shape of all pieces of an array but the last ones, which may be smaller."""
-    chunk = array.chunk or (1,) * array.ndim
-    shape = list(map(min, chunk, array.shape))
-    for dimension in reversed(range(array.ndim)):
-        rest = math.prod(shape) * array.dtype.itemsize
-        count = max(PIECE_BYTES // max(rest, 1), 1)
-        shape[dimension] = min(count * shape[dimension], array.shape[dimension])
-        if shape[dimension] < array.shape[dimension]:
-            break
-    return tuple(shape)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from train.checkpoints.arrays.stored import StoredArray, split
+from train.checkpoints.arrays.pieces import split
+from train.checkpoints.arrays.stored import StoredArray
 
 # The number of values that are compared at once. Differences are computed in float64.
 BLOCK = 2**22

@@ -6,7 +6,8 @@ Orbax by itself would read all of them before it writes the first one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,12 +15,13 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from train.checkpoints.arrays.on_s3 import support_s3
-from train.checkpoints.arrays.stored import StoredArray, piece_shape, split
+from train.checkpoints.arrays.pieces import chunk_shape, grid, split
+from train.checkpoints.arrays.stored import StoredArray
 from train.checkpoints.orbax.writer import Texts, TextsHandler
 from train.paths import is_remote
 
-# The number of pieces that are read but not yet written.
-MAX_PIECES = 8
+# The largest chunk of a written array, and the values that are read but not yet written.
+CHUNK_BYTES, BYTES_IN_FLIGHT = 2**26, 2**29
 
 
 def write_arrays(
@@ -85,7 +87,7 @@ class _Handler(ocp.type_handlers.NumpyHandler):
     def __init__(self, report: Callable[[int], None]):
         super().__init__()
         self.errors: list[BaseException] = []
-        self._report, self._pieces = report, asyncio.Semaphore(MAX_PIECES)
+        self._report, self._budget = report, _Budget(BYTES_IN_FLIGHT)
 
     def raise_first(self) -> None:
         """Raises the first error, if there was one."""
@@ -101,13 +103,41 @@ class _Handler(ocp.type_handlers.NumpyHandler):
     async def _copy(self, array: StoredArray, tspec: dict[str, Any], ts_context: Any) -> None:
         import tensorstore as ts
 
-        metadata = {**tspec['metadata'], 'chunks': piece_shape(array)}
-        spec = ts.Spec({**tspec, 'metadata': metadata})
+        chunk = chunk_shape(array, CHUNK_BYTES)
+        spec = ts.Spec({**tspec, 'metadata': {**tspec['metadata'], 'chunks': chunk}})
         store = await ts.open(spec, create=True, open=True, context=ts_context)
         for index in split(array):
-            async with self._pieces:
+            num_bytes = store[index].size * array.dtype.itemsize
+            async with self._budget.reserve(num_bytes):
                 if self.errors:
                     return
                 values = await asyncio.to_thread(array.read, index)
-                await store[index].write(values, can_reference_source_data_indefinitely=True)
-            self._report(values.nbytes)
+                piece = store[index].translate_to[0] if array.ndim else store
+                # One after another, so that none is left to be written when there is an error.
+                for part in grid(values.shape, chunk):
+                    await piece[part].write(
+                        values[part], can_reference_source_data_indefinitely=True
+                    )
+            self._report(num_bytes)
+
+
+class _Budget:
+    """Lets coroutines wait until they may hold a number of bytes."""
+
+    def __init__(self, num_bytes: int):
+        self._limit = self._free = num_bytes
+        self._changed = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def reserve(self, num_bytes: int) -> AsyncIterator[None]:
+        """Reserves bytes for the duration of a block. A larger number waits for all of them."""
+        share = min(num_bytes, self._limit)
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._free >= share)
+            self._free -= share
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._free += share
+                self._changed.notify_all()
