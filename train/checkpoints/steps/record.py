@@ -45,8 +45,13 @@ class StepRecord:
 
     def files(self) -> dict[str, str]:
         """The content of each file, by its name."""
-        data = dataclasses.asdict(self)
-        del data['texts']
+        data = {
+            'step': self.step,
+            'previous': self.previous,
+            'pending': list(self.pending),
+            'scores': dict(self.scores),
+            'versions': dict(self.versions),
+        }
         return {FILE: json.dumps(data, indent=1) + '\n', **self.texts}
 
 
@@ -70,9 +75,14 @@ def read_record(folder: epath.Path) -> StepRecord | None:
     others = path.parent.iterdir() if path.name == FILE else ()
     try:
         data = parse_json(path.read_text())
-        data['pending'] = tuple(data['pending'])
-        texts = {p.name: p.read_text() for p in others if p.name not in (FILE, COMMITTED)}
-        return StepRecord(**data, texts=texts)
+        return StepRecord(
+            step=data['step'],
+            previous=data['previous'],
+            pending=tuple(data['pending']),
+            scores=data['scores'],
+            versions=data['versions'],
+            texts={p.name: p.read_text() for p in others if p.name not in (FILE, COMMITTED)},
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise damaged(folder, f'{ITEM}/{FILE} cannot be read ({first_line(error)})') from error
 
