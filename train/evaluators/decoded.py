@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from partitioning import TrainState
-from train.data import Lengths, Task
+from train.data import FiniteBatches, Lengths, Task
 from train.data.rows.lengths import check_lengths
 from train.data.rows.pair_tasks import adapt
 from train.decoding import predict as predict_batch
@@ -21,7 +21,6 @@ from train.evaluators.files import write_metrics, write_results
 from train.evaluators.references import (
     Predict,
     Reference,
-    TaskExamples,
     iterate_outputs,
     open_examples,
     open_text,
@@ -85,17 +84,28 @@ class DecodedText:
         Raises:
           ConfigError: if the task has no text, or if no task has metrics.
         """
-        opened, tasks = open_text(run, name), list[TaskExamples]()
+        opened, tasks = open_text(run, name), list[_Examined]()
         with run.console.phase(f'opening the held-out examples of {name}'):
             for part in opened.parts:
-                if part.metrics if self.metrics is None else self.metrics:
-                    tasks.append(open_examples(opened, part, slice(self.num_examples)))
+                if metrics := part.metrics if self.metrics is None else self.metrics:
+                    examples = open_examples(opened, part, slice(self.num_examples))
+                    batches = finite_batches(run, examples.rows, self.batch_size)
+                    tasks.append(_Examined(part.name, metrics, batches, examples.references()))
         if not tasks:
             raise ConfigError(
                 f'the evaluator {name!r} has no metrics: set DecodedText.metrics, or the metrics '
                 'of the task, such as [@bleu]'
             )
         return PreparedDecodedText(self.every, name, run, self, tasks)
+
+
+class _Examined(NamedTuple):
+    """One task: its metrics, its rows, and what the predictions are compared with."""
+
+    name: str
+    metrics: Sequence[Metric]
+    batches: FiniteBatches
+    references: list[Reference]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +116,7 @@ class PreparedDecodedText:
     name: str
     owner: EvaluatedRun
     settings: DecodedText
-    tasks: list[TaskExamples]
+    tasks: list[_Examined]
 
     @functools.cached_property
     def _predict(self) -> Any:
@@ -126,18 +136,15 @@ class PreparedDecodedText:
         return infer
 
     def run(self, state: TrainState, step: int) -> dict[str, float]:
-        scores, owner, settings = dict[str, float](), self.owner, self.settings
-        for task in self.tasks:
-            name, references = task.part.name, task.references()
-            batches = finite_batches(owner, task.rows, settings.batch_size)
-            outputs = iterate_outputs(owner, self._predict, state, batches, len(task.rows))
+        scores, owner = dict[str, float](), self.owner
+        for name, metrics, batches, references in self.tasks:
+            outputs = iterate_outputs(owner, self._predict, state, batches, len(references))
             tokens = [row for _, rows in outputs for row in rows]
-            metrics = task.part.metrics if settings.metrics is None else settings.metrics
             found = score(metrics, references, tokens)
             if jax.process_index() == 0:
                 folder = owner.directory / 'inference_eval'
                 write_metrics(folder, name, step, found)
-                pairs = list(zip(references, tokens, strict=True))[: settings.write_n_results]
+                pairs = list(zip(references, tokens, strict=True))[: self.settings.write_n_results]
                 if pairs:
                     write_results(folder, name, step, [r.result(t) for r, t in pairs])
             prefix = f'{name}/' if len(self.tasks) > 1 else ''

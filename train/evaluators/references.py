@@ -20,6 +20,7 @@ from train.data.text.tokenizers import Tokenizer
 from train.decoding import Predictions
 from train.errors import ConfigError
 from train.evaluators.evaluator import EvaluatedRun, feeding, partition_scoring
+from train.machine.devices import must_wait_for_steps
 from train.processes.activity import wait_for_devices
 
 Postprocess = Callable[..., Any]
@@ -149,7 +150,8 @@ def iterate_outputs(
 ) -> Iterator[tuple[int, list[Any]]]:
     """Yields the number of rows so far, and the outputs of each row of the next batch.
 
-    The rows that fill up the last batch are dropped.
+    The rows that fill up the last batch are dropped. The devices already compute the next batch
+    while the outputs of a batch are used, unless a step must end before the next one.
 
     Args:
       run: the run.
@@ -161,15 +163,23 @@ def iterate_outputs(
     if first >= len(batches):
         return
     size = batches.batch_size
+
+    def read(number: int, output: Any) -> tuple[int, list[Any]]:
+        wait_for_devices(output)
+        done = min((number + 1) * size, num_rows)
+        arrays, count = jax.tree.map(np.asarray, output), done - number * size
+        return done, [jax.tree.map(lambda x, i=i: x[i], arrays) for i in range(count)]
+
+    begun = list[tuple[int, Any]]()
     with feeding(run, batches, first) as numbered:
         for number, batch in numbered:
             batch.pop('row_weights')
             given = (state.params, state.flax_mutables, batch, jax.random.fold_in(run.key, number))
-            output = infer(*given)
-            wait_for_devices(output)
-            done = min((number + 1) * size, num_rows)
-            arrays, count = jax.tree.map(np.asarray, output), done - number * size
-            yield done, [jax.tree.map(lambda x, i=i: x[i], arrays) for i in range(count)]
+            begun.append((number, infer(*given)))
+            if must_wait_for_steps() or len(begun) > 1:
+                yield read(*begun.pop(0))
+    for number, output in begun:
+        yield read(number, output)
 
 
 def _pair_of(row: Row) -> tuple[np.ndarray, np.ndarray]:
