@@ -57,6 +57,16 @@ def test_each_epoch_reads_every_row_once_in_a_different_order(lm, packing):
     assert len(set(map(tuple, [*orders, expected]))) == 5
 
 
+def test_rows_depend_only_on_the_seed_and_their_number(lm):
+    documents = numbered('a', 40)
+    rows = lm(documents).open(LENGTH).training(seed=3)
+    straight = [name_of(rows[i]) for i in range(100)]
+    again = lm(documents).open(LENGTH).training(seed=3)
+    assert [name_of(again[i]) for i in reversed(range(100))] == straight[::-1]
+    other = lm(documents).open(LENGTH).training(seed=4)
+    assert [name_of(other[i]) for i in range(40)] != straight[:40]
+
+
 @pytest.mark.parametrize('index', [2**31 - 1, 2**32, 10**12, 10**15])
 def test_rows_at_large_numbers_are_accessible(lm, index):
     rows = lm(numbered('a', 40)).open(LENGTH).training(seed=3)
@@ -199,7 +209,7 @@ def test_parts_must_have_arrays_of_the_same_length():
     tasks = [spans([b'text']), spans([b'text'], noise_density=0.5)]
     lengths = [task.open(24).training(0)[0]['decoder_target_tokens'].shape[0] for task in tasks]
     assert lengths[0] != lengths[1]
-    with pytest.raises(ConfigError, match='same arrays') as error:
+    with pytest.raises(ConfigError, match='same arrays, but they differ in') as error:
         Mixture(tasks=tasks, weights=[1, 1]).open(24).training(0)
     message = str(error.value)
     assert 'decoder_target_tokens' in message
@@ -294,6 +304,17 @@ def test_an_evaluation_skips_parts_without_held_out_documents(lm):
     assert [name_of(held_out.rows[i]) for i in range(len(held_out.rows))] == [
         f'b{i:06d}' for i in range(4)
     ]
+
+
+def test_held_out_documents_are_not_trained_on(lm):
+    documents = numbered('a', 400)
+    opened = lm(documents, held_out=25).open(LENGTH)
+    training, held_out = opened.training(0), opened.evaluation()
+    trained = {name_of(training[i]) for i in range(opened.rows_per_epoch)}
+    evaluated = {name_of(held_out.rows[i]) for i in range(len(held_out.rows))}
+    assert trained | evaluated == {document.decode() for document in documents}
+    assert not trained & evaluated
+    assert 60 < len(evaluated) < 140
 
 
 @pytest.mark.parametrize('documents', [numbered('a', 3), [b'a', b'']])

@@ -257,7 +257,24 @@ def check_same_arrays(first: str, first_row: Row, second: str, second_row: Row, 
 
 def _check_features(datasets: Sequence[Any]) -> None:
     """Checks that the rows of all parts have the same arrays."""
-    hint = 'the tasks of a mixture must make rows with the same arrays'
+    expected = features(datasets[0][0])
     for dataset in datasets[1:]:
-        first, other = 'the rows of the first task', 'the rows of another one'
-        check_same_arrays(first, datasets[0][0], other, dataset[0], hint)
+        found = features(dataset[0])
+        if found != expected:
+            differing = sorted(
+                name
+                for name in expected.keys() | found.keys()
+                if expected.get(name) != found.get(name)
+            )
+            shapes = ', '.join(
+                f'{name} {_describe(expected.get(name))} and {_describe(found.get(name))}'
+                for name in differing
+            )
+            raise ConfigError(
+                'the tasks of a mixture must make rows with the same arrays, but they differ in '
+                f'{shapes}'
+            )
+
+
+def _describe(feature: tuple[tuple[int, ...], np.dtype] | None) -> str:
+    return 'absent' if feature is None else f'{feature[0]} {feature[1]}'
