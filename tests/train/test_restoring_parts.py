@@ -90,7 +90,10 @@ def test_a_checkpoint_without_a_manifest_is_restored_with_a_warning(
 @pytest.mark.parametrize(
     'renames, expected',
     [
-        ([('params/Dense/kernel', 'x')], r"pattern 'params/Dense/kernel' matches no array"),
+        (
+            [('params/Dense/kernel', 'x')],
+            r"pattern 'params/Dense/kernel' matches no array of this run: remove it",
+        ),
         ([('params/Dense_0/(.*)', r'params/Dens/\1')], r'no array params/Dens/kernel, .*Did you'),
         ([('params/(.*', 'x')], r'renames\[0\] is .*regular expression'),
         ([('params/.*', r'\1')], r'renames\[0\] is .*invalid group reference'),

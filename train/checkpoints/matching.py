@@ -69,7 +69,7 @@ def match_arrays(
     Raises:
       ConfigError: if a rename does not match any array, or names one that does not exist.
     """
-    sources = find_sources(wanted, restore.renames, restore.renames_setting)
+    sources = find_sources(wanted, restore.renames, restore.renames_setting, 'array of this run')
     used = {source for source in sources.values() if source is not None}
     differences, found = list[Difference](), dict[str, Array]()
     for name in wanted:
@@ -103,7 +103,7 @@ def match_arrays(
 
 
 def find_sources(
-    names: Iterable[str], renames: Renames, setting: str | None
+    names: Iterable[str], renames: Renames, setting: str | None, kind: str = 'array'
 ) -> dict[str, str | None]:
     """The other name of each array, or None if the array is left out.
 
@@ -111,6 +111,7 @@ def find_sources(
       names: the names of the arrays.
       renames: pairs of a regular expression and the other name; see `RestoreConfig`.
       setting: the setting with the pairs. With None, a pattern need not match any array.
+      kind: what the names belong to, for the message.
 
     Raises:
       ConfigError: if a pattern does not match any array.
@@ -126,7 +127,7 @@ def find_sources(
     if unused and setting is not None:
         pattern = next(iter(unused.values()))[0]
         raise ConfigError(
-            f'{setting}: the pattern {pattern!r} matches no array: remove it, or write a pattern '
+            f'{setting}: the pattern {pattern!r} matches no {kind}: remove it, or write a pattern '
             f'for whole names, such as {next(iter(sources), "")!r}'
         )
     return sources

@@ -50,7 +50,8 @@ def apply_assignment_map(
         return _unflatten(stored)
     restore = RestoreConfig(path='T5X', renames=tuple((a, b) for a, b in assignment_map))
     setting = restore.renames_setting if require_all_rules_match else None
-    sources = find_sources(_flatten(optimizer_state), restore.renames, setting)
+    names = _flatten(optimizer_state)
+    sources = find_sources(names, restore.renames, setting, 'array of this run')
     used = {source for name, source in sources.items() if source != name}
     dropped = {name for name, source in sources.items() if source is None}
     renamed = {name: array for name, array in stored.items() if name not in used | dropped}
