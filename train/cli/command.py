@@ -13,7 +13,7 @@ from absl import logging
 
 from partitioning.untrusted_text import printable
 from train.cli.interruption import EXIT_CODES
-from train.errors import USER_ERRORS, first_line, os_errors_as
+from train.errors import USER_ERRORS, ConfigError, describe_error, first_line
 from train.processes import output, signals
 from train.processes.signals import handling
 
@@ -152,8 +152,11 @@ def gin_settings(options: argparse.Namespace) -> tuple[list[str], list[str], lis
 
 def _begin_output(address: ProcessAddress, folder: str | None) -> None:
     """Prefixes the lines of a process of several, and sends what C++ prints to a file."""
-    with os_errors_as(f'--log_dir={folder} cannot be written:'):
+    try:
         file = output.begin(address.process_index, folder)
+    except OSError as error:  # without --log_dir, only the name of the file says where it is
+        why = describe_error(error)
+        raise ConfigError(f'--log_dir={folder} cannot be written: {why}') from error
     print(
         f'process {address.process_index} of {address.process_count}, according to '
         f'{address.source}; what C++ libraries print is in {file}'
