@@ -115,7 +115,7 @@ def _show(
     from train.errors import os_errors_as
     from train.planning.gin_text import write_fit
     from train.planning.tables import as_dict, describe_model, fits_table
-    from train.reporting.console import RunConsole
+    from train.reporting.console import SafeConsole
 
     fitting = [fit for fit in (*found, *smallest.values()) if fit is not None and fit.fits]
     best = min(fitting, key=lambda fit: fit.seconds or math.inf, default=None)
@@ -136,18 +136,21 @@ def _show(
         }
         print(json.dumps(held, indent=1))
         return
-    console = RunConsole()
+    console = SafeConsole()
+    if not console.is_terminal:
+        console.width = 160
     for line in describe_model(model, work):
-        console.say(line)
-    console.say('')
-    console.show(fits_table(found, work))
-    console.say('\nthe smallest machine of each chip that fits:')
-    console.show(fits_table([fit for fit in smallest.values() if fit is not None], work))
+        console.print(line, soft_wrap=True)
+    console.print()
+    console.print(fits_table(found, work))
+    console.print('\nthe smallest machine of each chip that fits:')
+    console.print(fits_table([fit for fit in smallest.values() if fit is not None], work))
     for name in (name for name, fit in smallest.items() if fit is None):
-        console.say(f'{name}: none')
+        console.print(f'{name}: none')
     if text is None or best is None:
         print('error: no machine fits, so there is no gin file', file=sys.stderr)
     elif options.out:
-        console.say(f'\nwrote {options.out}, the run on {best.machine}')
+        console.print(f'\nwrote {options.out}, the run on {best.machine}', soft_wrap=True)
     else:
-        console.say(f'\nthe gin file of the run on {best.machine}:\n\n{text}')
+        console.print(f'\nthe gin file of the run on {best.machine}:\n')
+        console.print(text, soft_wrap=True)

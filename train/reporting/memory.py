@@ -40,8 +40,7 @@ def check_fits(
     """
     mesh, state = partitioner.mesh, plan.bytes_per_device
     if limit is None and not isinstance(mesh, AbstractMesh):
-        kinds = {device.device_kind: device for device in mesh.local_devices}
-        limit = min(filter(None, map(device_memory, kinds.values())), default=None)
+        limit = min(filter(None, map(device_memory, mesh.local_devices)), default=None)
     needed = max(state, 0 if compiled is None else needed_memory(compiled, mesh))
     if limit is not None and needed > limit:
         _refuse(plan, partitioner, needed, limit)
