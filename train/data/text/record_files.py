@@ -64,7 +64,7 @@ class TsvFiles(FileSource):
             if not isinstance(column, int):
                 names = [cell.decode(errors='replace') for cell in cells]
                 if column not in names:
-                    raise ConfigError(missing_field(f'{file.path}: line 1', column, names))
+                    raise ConfigError(missing_field(f'{file.path}: line {number}', column, names))
                 column = names.index(column)
                 continue
             if not column < len(cells):

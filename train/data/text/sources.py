@@ -218,7 +218,7 @@ class FileSource(Source):
         with self.open(file) as (stream, raw):
             lines = iter(lambda: stream.readline(self.max_document_bytes + 1), b'')
             for number, line in enumerate(lines, 1):
-                if line.strip():
+                if len(line) > self.max_document_bytes or line.strip():
                     yield number, line, raw.tell()
 
     @abc.abstractmethod
