@@ -354,7 +354,9 @@ def test_a_model_that_no_architecture_computes_is_refused(tmp_path):
 
 def test_parameters_of_another_model_are_not_written(tmp_path):
     arrays = read_decoder('qwen2')
-    with pytest.raises(ConfigError, match=r'not those of .*llama3_1: .* Give the folder'):
+    with pytest.raises(
+        ConfigError, match=r'these are not the parameters of .*llama3_1: .* Give the folder'
+    ):
         write_model(arrays, tmp_path, like=MODELS / 'llama3_1')
     with pytest.raises(ConfigError, match=r'15 arrays .* no name .*params/embedding'):
         write_model(arrays, tmp_path, like=MODELS / 't5')

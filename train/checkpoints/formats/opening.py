@@ -139,7 +139,7 @@ def _format_of_state(path: epath.Path) -> Format:
     """Who saved the item 'state', judging by the names of its arrays."""
     try:
         names = jax.tree.leaves(read_tree(path / 'state'))
-    except (ValueError, KeyError, TypeError, OSError):
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
         names = []
     if is_t5x(names):
         return 't5x'

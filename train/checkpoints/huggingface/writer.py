@@ -161,7 +161,7 @@ def _named_like(
     if differing:
         first = min(differing)
         raise ConfigError(
-            f'the parameters are not those of {source}: {len(differing):,} arrays differ. The '
+            f'these are not the parameters of {source}: {len(differing):,} arrays differ. The '
             f'first is {first}: {differing[first]}. Give the folder of the model from which the '
             'run has started'
         )
