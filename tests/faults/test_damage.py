@@ -21,6 +21,7 @@ from train.checkpoints.orbax.writer import StepWriter
 from train.checkpoints.steps.deleting import delete_step
 from train.checkpoints.steps.finding import newest_step
 from train.checkpoints.steps.manifest import complete_step, find_files
+from train.checkpoints.steps.record import read_record
 from train.errors import ConfigError
 
 FILES = (
@@ -233,6 +234,18 @@ def test_a_step_whose_content_is_damaged_does_not_count_and_is_saved_again(folde
     saved.save(10, state(-10))
     saved.close()
     assert_holds(saved, 10, -10.0)
+
+
+@pytest.mark.parametrize('field', ['step', 'previous', 'pending', 'scores', 'versions'])
+def test_a_record_needs_all_its_fields_and_may_have_more(folder, field):
+    file = folder / '10/run/step.json'
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps({**record, 'of a newer version': 1}))
+    assert read_record(epath.Path(folder / '10')).step == 10
+    del record[field]
+    file.write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match=rf"run/step\.json cannot be read \('{field}'\)"):
+        read_record(epath.Path(folder / '10'))
 
 
 @pytest.mark.parametrize('kept', ['run/step.json', 'state/_METADATA'])

@@ -164,6 +164,13 @@ def test_held_out_examples_are_predicted_once_and_scored(tmp_path):
     }
 
 
+def test_a_batch_that_the_devices_cannot_divide_is_refused_before_the_first_step(tmp_path):
+    task = InputsToTargets(source=TRAINING, held_out=HELD_OUT, metrics=(exact_match,))
+    with pytest.raises(ValueError, match='12'):
+        run(tmp_path / 'run', task, batch_size=12)
+    assert not (tmp_path / 'run/metrics.jsonl').exists()
+
+
 def test_the_tasks_of_a_mixture_are_scored_one_by_one(tmp_path):
     def first_letter(text, *, example, is_target):
         assert text in (example['targets_pretokenized'], example['inputs_pretokenized'])
