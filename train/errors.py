@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import math
 import os
@@ -48,20 +49,29 @@ def check_number(name: str, value: Any, allowed: str) -> None:
       ConfigError: if the setting is not such a number.
     """
     interval, _, or_none = allowed.partition(' or ')
-    if value is None and or_none:
+    if (value is None and or_none) or is_within(value, interval):
         return
-    least, most = (float(end) for end in interval[1:-1].split(','))
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        above = value >= least if interval[0] == '[' else value > least
-        below = value <= most if interval[-1] == ']' else value < most
-        if above and below:
-            return
+    least, most = _ends(interval)
     bounds = f'{">=" if interval[0] == "[" else ">"} {least:g}'
     if most < math.inf:
         bounds += f' and {"<=" if interval[-1] == "]" else "<"} {most:g}'
     raise ConfigError(
         f'{name} is {value!r}: it must be a number {bounds}{", or None" if or_none else ""}'
     )
+
+
+def is_within(value: Any, interval: str) -> bool:
+    """Whether a value is a number in an interval, which is written as for `check_number`."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    least, most = _ends(interval)
+    above = value >= least if interval[0] == '[' else value > least
+    return above and (value <= most if interval[-1] == ']' else value < most)
+
+
+def _ends(interval: str) -> tuple[float, float]:
+    least, most = interval[1:-1].split(',')
+    return float(least), float(most)
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
@@ -74,13 +84,17 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
         raise ConfigError(f'{name} is {value!r}: use {" or ".join(map(repr, choices))}')
 
 
-def check_fields(settings: Any, owner: str = '', **intervals: str) -> None:
+_type_hints = functools.cache(get_type_hints)  # settings are made often, and this is slow
+
+
+def check_fields(kind: type, settings: Any, owner: str = '', **intervals: str) -> None:
     """Checks that the fields of a dataclass have the values that their types allow.
 
     Fields of other types than bools, numbers, literals and classes of settings are not checked.
 
     Args:
-      settings: the dataclass.
+      kind: the class whose fields are checked. Subclasses may add any fields to them.
+      settings: an instance of this class, or of a subclass.
       owner: what precedes the names of its fields in messages, such as `Pipeline.`.
       intervals: the interval of each number that may not be every integer >= 1 or number > 0, as
         for `check_number`. Of an interval of integers, only the least one counts.
@@ -88,29 +102,29 @@ def check_fields(settings: Any, owner: str = '', **intervals: str) -> None:
     Raises:
       ConfigError: if a field has another value.
     """
-    for field, kind in get_type_hints(type(settings)).items():
+    for field, hint in _type_hints(kind).items():
         name, value = f'{owner}{field}', getattr(settings, field)
-        kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-        if (value is None and NoneType in kinds) or len({*kinds} - {NoneType}) > 1:
+        hints = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if (value is None and NoneType in hints) or len({*hints} - {NoneType}) > 1:
             continue
-        kind = next(one for one in kinds if one is not NoneType)
+        hint = next(one for one in hints if one is not NoneType)
         interval = intervals.get(field, '')
-        if get_origin(kind) is Literal:
-            check_choice(name, value, (*[None] * (len(kinds) > 1), *get_args(kind)))
-        elif kind is bool and not isinstance(value, bool):
+        if get_origin(hint) is Literal:
+            check_choice(name, value, (*[None] * (len(hints) > 1), *get_args(hint)))
+        elif hint is bool and not isinstance(value, bool):
             raise ConfigError(f'{name} is {value!r}: use True or False; write {name} = True')
-        elif kind is int:
+        elif hint is int:
             check_counts(int(interval[1:].partition(',')[0] or 1), **{name: value})
-        elif kind is float:
-            or_none = ' or None' if len(kinds) > 1 else ''
+        elif hint is float:
+            or_none = ' or None' if len(hints) > 1 else ''
             check_number(name, value, (interval or '(0, inf)') + or_none)
         elif (
-            isinstance(kind, type)
-            and dataclasses.is_dataclass(kind)
-            and not isinstance(value, kind)
+            isinstance(hint, type)
+            and dataclasses.is_dataclass(hint)
+            and not isinstance(value, hint)
         ):
-            article = 'an' if kind.__name__[0] in 'AEIO' else 'a'
-            raise ConfigError(f'{name} is {value!r}: it must be {article} {kind.__name__}')
+            article = 'an' if hint.__name__[0] in 'AEIO' else 'a'
+            raise ConfigError(f'{name} is {value!r}: it must be {article} {hint.__name__}')
 
 
 def check_seconds(**values: float) -> None:

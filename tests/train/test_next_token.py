@@ -1,5 +1,6 @@
 """The objective of language models: cross-entropy, z-loss, smoothed labels and divisors."""
 
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -140,18 +141,30 @@ def test_outputs_that_are_not_logits(outputs, shown):
 
 
 @pytest.mark.parametrize(
-    'settings',
+    'settings, instead',
     [
-        {'z_loss': -0.1},
-        {'z_loss': '1'},
-        {'label_smoothing': 1.0},
-        {'label_smoothing': True},
-        {'loss_divisor': 0},
-        {'loss_divisor': 'weight'},
-        {'loss_divisor': float('nan')},
+        ({'z_loss': -0.1}, 'a number >= 0'),
+        ({'z_loss': '1'}, 'a number >= 0'),
+        ({'label_smoothing': 1.0}, 'a number >= 0 and < 1'),
+        ({'label_smoothing': True}, 'a number >= 0 and < 1'),
+        ({'loss_divisor': 0}, "'weights', 'targets', 'sequences' or a number > 0"),
+        ({'loss_divisor': 'weight'}, "'weights', 'targets', 'sequences' or a number > 0"),
+        ({'loss_divisor': float('nan')}, "'weights', 'targets', 'sequences' or a number > 0"),
     ],
     ids=str,
 )
-def test_invalid_losses(settings):
-    with pytest.raises(ConfigError, match=f'NextToken.{next(iter(settings))} is '):
+def test_invalid_losses(settings, instead):
+    with pytest.raises(ConfigError, match=f'NextToken.{next(iter(settings))} is .*: .*{instead}$'):
         NextToken(model=Bigram(), **settings)
+
+
+def test_a_subclass_may_have_any_fields():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Shifted(NextToken):
+        by: int = 0
+        rate: float = -1.0
+        note: 'NotImported' = None  # noqa: F821, like a name that only type checkers import
+
+    assert Shifted(model=Bigram(), by=-1).by == -1
+    with pytest.raises(ConfigError, match=r'Shifted\.z_loss is -1'):
+        Shifted(model=Bigram(), z_loss=-1)

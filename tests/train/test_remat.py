@@ -24,9 +24,12 @@ pytestmark = pytest.mark.core
 @pytest.mark.parametrize(
     'changes, message',
     [
-        ({'save': ['atended']}, "Remat.save has 'atended'.*[Dd]id you mean 'attended'.*'mlp_out'"),
+        (
+            {'save': ['atended']},
+            r"Remat.save has 'atended'\. Did you mean 'attended'\? Use names of .*'mlp_out'",
+        ),
         ({'save': 'attended'}, "Remat.save is 'attended': use a list of 'dots', 'residual'"),
-        ({'offload': ['dots']}, "Remat.offload has 'dots'.*Use names of 'residual'"),
+        ({'offload': ['dots']}, r"Remat.offload has 'dots'\. Use names of 'residual'"),
         ({'save': ['key', 'key']}, "has 'key' twice"),
         ({'save': ['key'], 'offload': ['key']}, "both have 'key'"),
     ],

@@ -217,7 +217,7 @@ def attend_with_sums(
 
 
 def _backward(blocks: Blocks, saved: Any, d_BLHN: jax.Array) -> Any:
-    gradients = find_gradients(blocks, *(*saved, d_BLHN))
+    gradients = find_gradients(blocks, *saved, d_BLHN)
     return *(d.astype(x.dtype) for d, x in zip(gradients, saved[:3], strict=True)), None
 
 

@@ -114,10 +114,8 @@ def attend_on_each_device(
     def on_one(q_BLHN: Any, k_BSKN: Any, v_BSKN: Any, arrays: Any) -> jax.Array:
         if layout.sliced:
             heads = q_BLHN.shape[2]
-            first, count = (
-                jax.lax.axis_index(layout.sliced) * heads // group,
-                max(heads // group, 1),
-            )
+            first = jax.lax.axis_index(layout.sliced) * heads // group
+            count = max(heads // group, 1)
             k_BSKN, v_BSKN = (
                 jax.lax.dynamic_slice_in_dim(x, first, count, axis=2) for x in (k_BSKN, v_BSKN)
             )

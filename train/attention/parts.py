@@ -87,10 +87,8 @@ def _blocks_by_queries(part: Part, distance: Any, queries: int, keys: int) -> Ma
     """The blocks of keys that each block of queries reads, in their order."""
     count_S = width = part.keys // keys
     first_Q = distance + jnp.arange(0, part.queries, queries, dtype=jnp.int32)
-    start_Q, end_Q = (
-        jnp.zeros_like(first_Q),
-        jnp.clip((first_Q + queries - 1) // keys + 1, 0, count_S),
-    )
+    start_Q = jnp.zeros_like(first_Q)
+    end_Q = jnp.clip((first_Q + queries - 1) // keys + 1, 0, count_S)
     if part.window is not None:
         start_Q = jnp.clip((first_Q - part.window + 1) // keys, 0, count_S)
         width = min(width, (part.window + queries - 2) // keys + 2)
@@ -160,7 +158,7 @@ def attend_part(
 ) -> Attended:
     """Computes the attention over some keys: by splash kernels, or all scores at once.
 
-    Queries may see no keys. It has no gradient of its own, see `part_gradients`.
+    Queries may see no keys. `part_gradients` computes its gradients; jax cannot.
     """
     arrays = (q_BLHN, k_BSKN, v_BSKN)
     if blocks is None:
@@ -190,8 +188,8 @@ def part_gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns what some keys add to the gradients of queries, keys and values, in float32.
 
-    `attended_BLHN` is the attention over all keys, and the next arrays are its logarithms of the
-    sums of weights, and its gradient.
+    `attended_BLHN` is the attention over all keys, `log_sum_BLH` has the logarithms of the sums of
+    its weights, and `gradient_BLHN` is its gradient.
     """
     arrays, rest = (q_BLHN, k_BSKN, v_BSKN), (attended_BLHN, log_sum_BLH, gradient_BLHN)
     if blocks is None:

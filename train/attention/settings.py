@@ -41,7 +41,7 @@ class SplashBlocks:
     dq_keys: int = 512
 
     def __post_init__(self) -> None:
-        check_fields(self, 'SplashBlocks.')
+        check_fields(SplashBlocks, self, 'SplashBlocks.')
         for name, size in vars(self).items():
             if size % 128:
                 raise ConfigError(f'SplashBlocks.{name} is {size}: it must be a multiple of 128')
@@ -74,7 +74,7 @@ class AttentionSettings:
     context: Context = 'gather'
 
     def __post_init__(self) -> None:
-        check_fields(self, 'AttentionSettings.')
+        check_fields(AttentionSettings, self, 'AttentionSettings.')
         if self.context == 'ring' and self.kind in ('cudnn', 'blockwise'):
             raise ConfigError(
                 f"AttentionSettings.context is 'ring' and kind is {self.kind!r}: rings compute by "

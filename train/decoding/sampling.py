@@ -251,6 +251,6 @@ def check_sampling(temperature: Any, top_k: int, top_p: float) -> None:
       ConfigError: if a setting is impossible.
     """
     if not isinstance(temperature, jax.Array):
-        check_number('temperature', temperature, '[0, inf)')
+        check_number('temperature', temperature, '[0, inf]')
     check_counts(0, top_k=top_k)
     check_number('top_p', top_p, '[0, 1]')

@@ -36,7 +36,7 @@ class RopeScaling:
     high_frequency_factor: float = 4.0
 
     def __post_init__(self) -> None:
-        check_fields(self, 'RopeScaling.', original_length='[0, inf)')
+        check_fields(RopeScaling, self, 'RopeScaling.', original_length='[0, inf)')
         low, high = self.low_frequency_factor, self.high_frequency_factor
         if not low < high:
             raise ConfigError(
@@ -140,7 +140,9 @@ class TransformerConfig:
     logit_soft_cap: float | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, dropout_rate='[0, 1)', max_positions='[0, inf)', global_every='[0, inf)')
+        intervals = {'dropout_rate': '[0, 1)'}
+        intervals |= dict.fromkeys(('max_positions', 'global_every'), '[0, inf)')
+        check_fields(TransformerConfig, self, **intervals)
         known, biases = get_args(Bias), self.biases
         if not isinstance(biases, list | tuple) or not all(bias in known for bias in biases):
             raise ConfigError(f'biases is {biases!r}: use a tuple of {", ".join(map(repr, known))}')

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from partitioning import TrainState
-from train.errors import ConfigError, check_choice, check_fields, check_number
+from train.errors import ConfigError, check_fields, is_within
 from train.objectives.model import Applied, Model
 from train.objectives.modules import as_model
 from train.objectives.objective import Batch, Loss, Objective, Variables, row_weights
@@ -54,11 +54,13 @@ class TokenLoss(Objective):
     def __post_init__(self) -> None:
         kind = type(self).__name__
         as_model(self.model)
-        check_fields(self, f'{kind}.', z_loss='[0, inf)', label_smoothing='[0, 1)')
-        if isinstance(self.loss_divisor, str):
-            check_choice(f'{kind}.loss_divisor', self.loss_divisor, get_args(Divisor))
-        else:
-            check_number(f'{kind}.loss_divisor', self.loss_divisor, '(0, inf)')
+        check_fields(TokenLoss, self, f'{kind}.', z_loss='[0, inf)', label_smoothing='[0, 1)')
+        divisor, known = self.loss_divisor, get_args(Divisor)
+        if divisor not in known and not is_within(divisor, '(0, inf)'):
+            raise ConfigError(
+                f'{kind}.loss_divisor is {divisor!r}: use {", ".join(map(repr, known))} or a '
+                'number > 0'
+            )
 
     @abc.abstractmethod
     def model_inputs(self, batch: Batch) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:

@@ -58,7 +58,7 @@ class Optimizer:
                 'schedule. In a gin file, write @optax.warmup_cosine_decay_schedule(), with '
                 'parentheses'
             )
-        check_number('Optimizer.clip_norm', self.clip_norm, '(0, inf) or None')
+        check_number('Optimizer.clip_norm', self.clip_norm, '(0, inf] or None')
 
     def build(self, logical_axes: LogicalAxes | None = None) -> optax.GradientTransformation:
         """Returns the optax transformation, including clipping.

@@ -40,7 +40,7 @@ class OutputSettings:
     gradient_dtype: DType | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, 'OutputSettings.')
+        check_fields(OutputSettings, self, 'OutputSettings.')
 
 
 HIDDEN = ('batch', 'length', 'embed')

@@ -30,6 +30,7 @@ NUMBERS = {
     'beta1': '[0, 1)',
     'decay_rate': '(0, 1]',
     'epsilon2': '[0, inf)',
+    'learning_rate': '[0, inf)',
     'step_offset': '[0, inf)',
     'weight_decay_rate': '[0, inf)',
     'weight_decay_rate_lr_exponent': '[0, inf)',
@@ -127,7 +128,7 @@ class Adafactor(AdafactorSettings):
             raise refusal(f'{KEY}.factor_map', self.factor_map, 'write @adafactor.HParamMap()')
         if not self.factored and self.factor_map is not None:
             raise refusal(f'{KEY}.factored', False, 'factor_map is set; leave one of them out')
-        check_fields(self, f'{KEY}.', **NUMBERS)
+        check_fields(Adafactor, self, f'{KEY}.', **NUMBERS)
         try:
             floating = jnp.issubdtype(jnp.dtype(self.dtype_momentum), jnp.floating)
         except TypeError:

@@ -50,7 +50,8 @@ class SaveCheckpointConfig:
     checkpoint_manager_cls: Any = None
 
     def __post_init__(self) -> None:
-        check_fields(self, f'{SAVE}.', period='[0, inf)', keep_dataset_checkpoints='[0, inf)')
+        intervals = dict.fromkeys(('period', 'keep_dataset_checkpoints'), '[0, inf)')
+        check_fields(SaveCheckpointConfig, self, f'{SAVE}.', **intervals)
         for i, step in enumerate(self.checkpoint_steps or ()):
             check_counts(**{f'{SAVE}.checkpoint_steps[{i}]': step})
         check_one_of(f'{SAVE}.dtype', self.dtype, ('float32', *DTYPES), 'T5X has no other')
@@ -115,7 +116,7 @@ class RestoreCheckpointConfig:
         check_one_of(f'{RESTORE}.mode', self.mode, ('latest', 'specific', 'all'), why)
         dtypes = (*DTYPES, 'float16')
         check_one_of(f'{RESTORE}.dtype', self.dtype, dtypes, 'T5X has no other')
-        check_fields(self, f'{RESTORE}.')
+        check_fields(RestoreCheckpointConfig, self, f'{RESTORE}.')
         checkpoints.check_renames(f'{RESTORE}.assignment_map', self.assignment_map or ())
         _checkpointer(RESTORE, self.checkpointer_cls)
         _check_manager(RESTORE, self.checkpoint_manager_cls)

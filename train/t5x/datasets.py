@@ -58,7 +58,7 @@ class DatasetConfig:
     use_memory_cache: bool = True
 
     def __post_init__(self) -> None:
-        check_fields(self, f'{KEY}.', seed='[0, inf)')
+        check_fields(DatasetConfig, self, f'{KEY}.', seed='[0, inf)')
         if not isinstance(self.split, str):
             raise refusal(f'{KEY}.split', self.split, "write 'train', 'validation' or 'test'")
 

@@ -30,7 +30,6 @@ KEY = 'export_lib.save'
 ENCODER = ('encoder_input_tokens', 'decoder_input_tokens')
 DECODER = ('decoder_input_tokens', 'decoder_causal_attention')
 SCORED = ('decoder_target_tokens', 'decoder_loss_weights')
-DESCRIBED = ('model_name', 'signature_name', 'inference_mode')
 _SERVING = 'it is a part of TensorFlow Serving'
 OFF = {
     'create_decoding_state_callback_fn': 'the model decodes with its own decode_fn',
@@ -248,7 +247,9 @@ def save(
             output_dir,
             batch_size=batch_size,
             description={
-                **{name: settings[name] for name in DESCRIBED},
+                'model_name': model_name,
+                'signature_name': signature_name,
+                'inference_mode': inference_mode,
                 'checkpoint': str(checkpoints.path(step)),
                 'step': step,
                 'task_feature_lengths': dict(task_feature_lengths),

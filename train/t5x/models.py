@@ -49,7 +49,7 @@ class DecoderParams:
 class BaseTransformerModel:
     """What the models have in common. Their attributes are T5X's arguments."""
 
-    architecture: ClassVar[Architecture]
+    architecture: ClassVar[Architecture] = 'encoder_decoder'
     module: nn.Module
     input_vocabulary: Tokenizer
     output_vocabulary: Tokenizer
@@ -193,7 +193,7 @@ class BaseTransformerModel:
 
 
 def _own_method(owner: str) -> Any:
-    """A copy of `predict_batch_with_aux`, because gin files set the arguments of a class's own."""
+    """A copy of `predict_batch_with_aux`: gin files set its arguments separately for each class."""
     method = BaseTransformerModel.predict_batch_with_aux
     parts = method.__code__, method.__globals__, method.__name__, method.__defaults__
     copied: Any = functools.update_wrapper(types.FunctionType(*parts), method)
@@ -222,7 +222,6 @@ class EncoderDecoderModel(BaseTransformerModel):
       default_decoder_params: the defaults of `predict_batch_with_aux`.
     """
 
-    architecture = 'encoder_decoder'
     module: nn.Module
     input_vocabulary: Tokenizer
     output_vocabulary: Tokenizer

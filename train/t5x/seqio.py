@@ -211,7 +211,7 @@ class JSONLogger:
     write_n_results: int | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, 'seqio.JSONLogger.', write_n_results='[0, inf)')
+        check_fields(JSONLogger, self, 'seqio.JSONLogger.', write_n_results='[0, inf)')
 
 
 LOGGERS = (PyLoggingLogger, TensorBoardLogger, JSONLogger)
@@ -237,7 +237,7 @@ class Evaluator:
             if not isinstance(logger, type) or not issubclass(logger, LOGGERS):
                 names = ', '.join(f'@seqio.{one.__name__}' for one in LOGGERS)
                 raise refusal(f'{key}.logger_cls', logger, f'use {names}')
-        check_fields(self, f'{key}.')
+        check_fields(Evaluator, self, f'{key}.')
 
     @property
     def write_n_results(self) -> int | None:

@@ -63,6 +63,7 @@ class ExpertsConfig:
 
     def __post_init__(self) -> None:
         check_fields(
+            ExpertsConfig,
             self,
             'ExpertsConfig.',
             jitter_noise='[0, 1)',

@@ -37,7 +37,7 @@ class Pipeline:
     recompute_stages: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, 'Pipeline.')
+        check_fields(Pipeline, self, 'Pipeline.')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -73,6 +73,8 @@ class T5Config:
     experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.param_scan_axis not in (0, 1):
+            raise ConfigError(f'param_scan_axis is {self.param_scan_axis!r}: use 0 or 1')
         _check(self)
         if self.remat_policy is None:
             object.__setattr__(self, 'remat_policy', 'none')
@@ -89,8 +91,6 @@ class T5Config:
             )
         if self.scan_layers and not self.scalable:
             raise ConfigError('scan_layers is True and scalable is False: set scalable = True')
-        if self.param_scan_axis not in (0, 1):
-            raise ConfigError(f'param_scan_axis is {self.param_scan_axis!r}: use 0 or 1')
         if self.scan_layers and self.experts is not None:
             every = (self.experts.encoder_every, self.experts.decoder_every)
             if every != (1, 1):
@@ -160,7 +160,8 @@ def activation(name: str | Activation) -> Activation:
 def _check(config: T5Config | DecoderOnlyConfig) -> None:
     """Checks sizes and activations, and makes them hashable."""
     names = ('num_layers', 'num_encoder_layers', 'num_decoder_layers', 'param_scan_axis')
-    check_fields(config, dropout_rate='[0, 1)', **dict.fromkeys(names, '[0, inf)'))
+    kind = T5Config if isinstance(config, T5Config) else DecoderOnlyConfig
+    check_fields(kind, config, dropout_rate='[0, 1)', **dict.fromkeys(names, '[0, inf)'))
     try:
         dtype = jnp.dtype(config.dtype)
     except TypeError as error:
