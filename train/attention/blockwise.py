@@ -102,8 +102,9 @@ class BlockPairs:
 
     def unless_unseen(self, add: Callable[..., Any], state: Any, i: Any, j: Any) -> Any:
         """Returns `add(state, i, j)`, or `state` if arrays say that pair (i, j) sees nothing."""
-        if isinstance(self._sight.first, int) and not self._sight.chooses:
-            return add(state, i, j)  # `indices` has left out such pairs
+        is_known = isinstance(self._sight.first, int) and not self._sight.chooses
+        if is_known or len(self.indices[0]) == 1:
+            return add(state, i, j)  # `indices` has left out such pairs, or the only pair is seen
         seen = self._sight.sees_any(*self._distances(i, j))
         return jax.lax.cond(seen, add, lambda state, i, j: state, state, i, j)
 
