@@ -218,7 +218,8 @@ def attend_with_sums(
 
 
 def _backward(blocks: Blocks, saved: Any, d_BLHN: jax.Array) -> Any:
-    gradients = find_gradients(blocks, *saved, d_BLHN)
+    arrays = (*saved, d_BLHN)
+    gradients = find_gradients(blocks, *arrays)
     return *(d.astype(x.dtype) for d, x in zip(gradients, saved[:3], strict=True)), None
 
 
