@@ -292,6 +292,11 @@ def test_an_upcycled_checkpoint_of_t5x():
     ).each()
     folder, step = find_checkpoint(config)
     state = open_restored(config, folder).restore(step, plan.abstract_state, initialize)
+    dense = t5x_reference.params('t5_1_1-orbax-10')['encoder']['layers_0']['mlp']
+    experts_of_layer = state.params['encoder']['layers_0']['mlp']['expert']
+    for name in ('wi_0', 'wi_1', 'wo'):
+        copies = np.asarray(experts_of_layer[name]['kernel'])
+        np.testing.assert_array_equal(copies, np.stack([dense[name]['kernel']] * 4))
     apply = functools.partial(module.apply, deterministic=True)
     program = partitioner.partition(
         lambda p: apply({'params': p}, *rows), (plan.specs.params,), None

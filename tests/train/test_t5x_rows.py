@@ -14,6 +14,7 @@ from train.data import (
     ByteTokenizer,
     InputsToTargets,
     JsonLines,
+    Mixture,
     ParquetFiles,
     PrefixLM,
     SentencePieceTokenizer,
@@ -163,6 +164,13 @@ def test_packing_in_order_by_hand():
     one = [np.array([4, 3, 4, 1, 9, 1]), 9]
     assert pack_in_order([one]).tolist() == [0, 2, 4, 5, 6]
     assert pack_in_order([one, (np.array([1, 1, 1, 1, 1, 1]), 1)]).tolist() == [*range(7)]
+
+
+def test_a_mixture_by_weights():
+    tasks = [InputsToTargets(source=[('a', name)] * 3) for name in 'xy']
+    rows = Mixture(tasks=tasks, weights=[3, 1]).open({'inputs': 4, 'targets': 4}).training(0)
+    targets = [text_of(rows[i]['decoder_target_tokens']) for i in range(40)]
+    assert targets.count('x') == 30
 
 
 NUMBERS = [(f'{i}', f'{i}') for i in range(40)]
