@@ -65,7 +65,10 @@ def test_the_help_of_a_command(capsys, name, words):
         (['train', 'quickstart', '--gin.TRAIN_STEP=1'], "Did you mean 'TRAIN_STEPS'?"),
         (['train', 'quickstart', '--profile_steps=1'], 'TrainConfig.profile_steps is 1: '),
         (['train'], 'no gin file: add --gin_file='),
-        (['train', '--modeldir=3'], '--gin.NAME=value'),
+        (
+            ['train', '--modeldir=3'],
+            'flag --modeldir: settings are written --gin.NAME=value; see meshwright train --help',
+        ),
         (['train', 'quickstart', '--gin.A.b=1'], "--gin.A.b=1: no configurable 'A'"),
         (['train', '--cpu_devices=0'], "argument --cpu_devices: '0' must be an integer >= 1"),
         (['plan', 'show'], 'required: PLAN; see meshwright plan show --help'),
