@@ -189,6 +189,12 @@ def test_a_budget_one_byte_too_small(plan):
         assert part in message
 
 
+@pytest.mark.parametrize('budget', [0, -1, float('nan'), '16GB'])
+def test_budgets_that_are_not_bytes(plan, budget):
+    with pytest.raises(ValueError, match=rf'budget={budget!r}.*bytes above 0'):
+        plan.audit(budget=budget)
+
+
 def test_the_advice_if_most_bytes_are_replicated(partitioner):
     state = {'params': {'big': boxed((8, 64), (None, 'heads')), 'w': boxed((8, 8), (None, 'mlp'))}}
     with pytest.raises(ValueError) as error:
@@ -353,7 +359,7 @@ def test_text_has_a_line_per_array(audit):
 
 @pytest.mark.parametrize('width', [120, 60])
 def test_drawn_by_rich(audit, width):
-    console = pytest.importorskip('rich.console')
+    console = pytest.importorskip('rich.console', reason='tables for a terminal need rich')
     drawn = console.Console(record=True, width=width, file=io.StringIO())
     drawn.print(audit)
     text = drawn.export_text()

@@ -198,6 +198,13 @@ def test_conversion_moves_no_array_inside_a_mesh(axis_type):
         assert to_linen_boxes(state)['params']['up']['kernel'].names == ('embed', 'mlp')
 
 
+def test_abstract_states():
+    abstract = jax.eval_shape(named_params)
+    kernel = to_nnx_state(abstract)['up']['kernel']
+    assert kernel.get_value() is abstract['params']['up']['kernel'].value
+    assert to_linen_boxes(to_nnx_state(abstract)) == abstract
+
+
 NAMES = st.lists(st.sampled_from(['a', 'b', 'c', None]), max_size=3, unique=True).map(tuple)
 KINDS = st.sampled_from([nn.Partitioned, nn.LogicallyPartitioned, Partitioned])
 TREES = st.recursive(

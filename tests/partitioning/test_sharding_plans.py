@@ -65,14 +65,21 @@ def test_shard_module(model):
         np.testing.assert_array_equal(x, before[path])
 
 
+@pytest.mark.parametrize('model', ['linen boxes', 'an nnx module'])
+def test_shard_module_with_a_resolved_plan(model):
+    module = MODELS[model]()
+    after = held(shard_module(module, resolve(ENTRIES, module), MESH))
+    assert {path: x.sharding.spec for path, x in after.items()} == SPECS
+
+
 @pytest.mark.parametrize('names', [False, True])
 def test_abstract_models(names):
     module = linen(names)
     abstract = jax.eval_shape(lambda: module)
     for plan in ENTRIES, {'fc1': ByData(), 'fc2/kernel': P('model')}:
         assert resolve(plan, abstract) == resolve(plan, module)
-    abstract = nnx.eval_shape(lambda: NnxMlp(nnx.Rngs(0)))
-    assert resolve(ENTRIES, abstract) == resolve(ENTRIES, NnxMlp(nnx.Rngs(0)))
+        abstract_nnx = nnx.eval_shape(lambda: NnxMlp(nnx.Rngs(0)))
+        assert resolve(plan, abstract_nnx) == resolve(plan, NnxMlp(nnx.Rngs(0)))
 
 
 def test_buffers_are_replicated():

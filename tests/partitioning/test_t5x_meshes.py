@@ -50,6 +50,15 @@ def test_submeshes_that_do_not_fit_a_slice(submesh):
     assert str(submesh) in str(error.value)
 
 
+@pytest.mark.parametrize('submesh', [(1, 1, 1, 2), (2, 1, 1, 2), (4, 1, 1, 2), (1, 4, 1, 2)])
+def test_a_submesh_has_the_order_of_one_slice_in_each(submesh):
+    """T5X puts all slices on the same coordinates, and loses all but one."""
+    mesh = default_mesh(None, submesh, devices=tpu_slices(2, (4, 4, 1), 'TPU v3', cores=2))
+    one = np.array(ids(default_mesh(None, submesh, devices=v3_4x4())))
+    assert mesh.axis_names == ('replica', 'data', 'model')
+    assert ids(mesh) == [one.tolist(), (one + 32).tolist()]
+
+
 def test_the_numbers_of_processes_do_not_matter():
     """Each process holds one block of the mesh, also if process 0 is in the far corner."""
     devices = [dataclasses.replace(d, process_index=3 - d.process_index) for d in v3_4x4()]

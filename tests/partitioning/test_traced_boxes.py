@@ -150,6 +150,15 @@ def test_a_box_around_several_arrays_has_no_layout():
         spec_of(several, [])
 
 
+def test_unbox_removes_nested_boxes_and_keeps_other_leaves():
+    kernel, bias = jnp.zeros((3, 2)), jnp.zeros(3)
+    inner = nn.Partitioned({'K': nn.Partitioned(kernel, ('data', None)), 'b': bias}, ('data',))
+    others = [bias, 'text', None, 1]
+    out = unbox({'x': nn.LogicallyPartitioned(inner, ('embed',)), 'y': None, 'z': others})
+    assert out['x']['K'] is kernel and out['x']['b'] is bias and out['y'] is None
+    assert out['z'][0] is bias and out['z'][1:] == others[1:]
+
+
 @pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit])
 def test_unbox_does_not_lay_out(axis_type):
     """flax's unbox adds a constraint, which fails on a single device and over Explicit axes."""
