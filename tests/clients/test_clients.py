@@ -27,8 +27,8 @@ EXTRA_LINES = {
 }
 
 
-# Each program is laid out by its names or rules, or by 'fsdp'; each library has both.
-# MESHWRIGHT_ALL_LAYOUTS=1 tests every program on every layout.
+# One program has all layouts. The others are laid out by their names or rules on one mesh, or by
+# 'fsdp'. MESHWRIGHT_ALL_LAYOUTS=1 tests every program on every layout.
 BY_NAMES = {
     'linen_lm1b': ('4x2',),
     'linen_decoder': ('4x2',),
@@ -36,7 +36,7 @@ BY_NAMES = {
     'nnx_cnn': ('4x2',),
     'nnx_gemma': ('4x2',),
     'haiku_convnet': ('1x8',),
-    'equinox_mlp': ('4x2',),
+    'equinox_mlp': tuple(LAYOUTS),
     'hf_llama': ('4x2',),
 }
 
