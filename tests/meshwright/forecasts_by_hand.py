@@ -11,7 +11,7 @@ from meshwright.causes import Cause
 from meshwright.program.collectives import Collective
 from meshwright.program.peak_memory import LiveArray
 from meshwright.report.forecasts import Compilation, Forecast, MemoryForecast, Replicated
-from meshwright.time import Constant, StepTime, TimePart
+from meshwright.time import Constant, StepTime, TimePart, Work
 from partitioning.hardware import CHIPS
 from partitioning.mesh import axis_rings, find_placement
 from partitioning.plan import make_row
@@ -75,6 +75,20 @@ TABLE = Cause(
     why='The whole table is gathered before the lookup.',
     change="constrain(embedding, ('vocab', 'embed'))",
     confirmed=True,
+)
+
+
+# The work of a step of v5e that does nothing.
+NOTHING = Work(
+    origin='jaxpr',
+    chip='v5e',
+    matmul_flops=0.0,
+    matmul_seconds=None,
+    other_seconds=None,
+    other_bytes=0.0,
+    kernels=(),
+    collectives=(),
+    host_bytes=0.0,
 )
 
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from forecasts_by_hand import NOTHING
 from hypothesis import given, strategies as st
 from jax.sharding import Mesh
 
@@ -23,17 +24,6 @@ GATHER = Collective(
     count=1,
     op_name='',
     source='',
-)
-NOTHING = Work(
-    origin='jaxpr',
-    chip='v5e',
-    matmul_flops=0.0,
-    matmul_seconds=None,
-    other_seconds=None,
-    other_bytes=0.0,
-    kernels=(),
-    collectives=(),
-    host_bytes=0.0,
 )
 
 

@@ -11,8 +11,8 @@ import optax
 import pytest
 from described_machines import needs_libtpu
 from etils import epath
+from forecasts_by_hand import NOTHING
 
-from meshwright.time import Work
 from partitioning import PjitPartitioner
 from train import NextToken, Optimizer, TrainConfig
 from train.data import RandomTokens
@@ -137,17 +137,7 @@ def test_formulas_and_the_bound_of_a_step():
 
 
 def test_the_least_work_has_products_at_the_peak_rate():
-    work = Work(
-        origin='jaxpr',
-        chip='v5e',
-        matmul_flops=197e12,
-        matmul_seconds=None,
-        other_seconds=None,
-        other_bytes=1e9,
-        kernels=(),
-        collectives=(),
-        host_bytes=5.0,
-    )
+    work = dataclasses.replace(NOTHING, matmul_flops=197e12, other_bytes=1e9, host_bytes=5.0)
     least = least_work(work, even_share=300e12)
     assert least.matmul_seconds == pytest.approx(1.0)
     assert (least.other_seconds, least.other_bytes, least.host_bytes) == (0, 0, 0)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from forecasts_by_hand import NOTHING
 
 from benchmarks import forecast_truth
 from benchmarks.measured_steps import records
@@ -44,7 +45,6 @@ from benchmarks.measured_steps.scoring import (
     score,
 )
 from meshwright import Collective
-from meshwright.time import Work
 from meshwright.time.loads import ExchangeLoad, Loads
 from partitioning.hardware import CHIPS
 from partitioning.hardware.chips import torus_wrap
@@ -206,20 +206,13 @@ def test_records_have_the_work_of_programs_on_more_copies_of_the_model():
 
     A ring of 2 sends half of an array twice, and a ring of 8 sends seven eighths of it.
     """
-    work = Work(
-        origin='jaxpr',
-        chip='v5e',
-        matmul_flops=1e15,
-        matmul_seconds=None,
-        other_seconds=None,
-        other_bytes=7e9,
-        kernels=(),
-        collectives=(
-            exchange('all-gather', 'ici', 100.0, 3),
-            exchange('all-reduce', 'dcn', 1e8, 3),
-            exchange('all-gather', 'ici', 500.0, 1),
-        ),
-        host_bytes=3.0,
+    exchanges = (
+        exchange('all-gather', 'ici', 100.0, 3),
+        exchange('all-reduce', 'dcn', 1e8, 3),
+        exchange('all-gather', 'ici', 500.0, 1),
+    )
+    work = dataclasses.replace(
+        NOTHING, matmul_flops=1e15, other_bytes=7e9, host_bytes=3.0, collectives=exchanges
     )
     record = records.record_work(work)
     cycles = {'matmul': 3_000_000_000, 'copy': 600_000_000, 'reduce': 150_000_000}
