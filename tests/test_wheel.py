@@ -10,7 +10,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope='module')
 def wheel():
-    return pytest.importorskip('hatchling.builders.wheel').WheelBuilder(str(ROOT))
+    wheel = pytest.importorskip('hatchling.builders.wheel', reason='a wheel is built by hatchling')
+    return wheel.WheelBuilder(str(ROOT))
 
 
 def test_a_wheel_has_all_modules_and_configs_and_nothing_else(wheel):

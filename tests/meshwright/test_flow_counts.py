@@ -18,7 +18,7 @@ from partitioning.plan import building, by_rules
 
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
-nn = pytest.importorskip('flax.linen')
+nn = pytest.importorskip('flax.linen', reason='the model needs flax')
 RULES = [('batch', 'data'), ('embed', 'data'), ('mlp', 'model')]
 BATCH = np.ones((8, 16), 'float32')
 TX = optax.adam(1e-2)

@@ -40,13 +40,13 @@ def test_this_machine(capsys):
 
 
 def test_a_machine_that_is_not_here_as_the_readme_shows_it(capsys):
-    pytest.importorskip('libtpu')
+    pytest.importorskip('libtpu', reason='describing TPUs needs libtpu')
     flags = ('--topology=v5e:16x16', '--num_partitions=8')
     assert run(capsys, *flags) == (0, V5E_16X16, '')
 
 
 def test_the_program_writes_nothing_to_stderr():
-    pytest.importorskip('libtpu')
+    pytest.importorskip('libtpu', reason='describing TPUs needs libtpu')
     command = [sys.executable, '-m', 'partitioning.mesh', '--topology=v5p:4x4x4']
     done = subprocess.run(
         [*command, '--num_slices=2', '--axes=replica=2,data=-1,model=8', '--wrap=true,true,false'],
@@ -65,7 +65,7 @@ def test_the_program_writes_nothing_to_stderr():
 
 
 def test_the_settings_of_a_config_are_flags(capsys):
-    pytest.importorskip('libtpu')
+    pytest.importorskip('libtpu', reason='describing TPUs needs libtpu')
     machine = ('--topology=v5e:4x4', '--num_slices=2')
     status, out, _ = run(capsys, *machine, '--axes=data=-1,model=4', '--dcn=data=2')
     assert status == 0
@@ -167,7 +167,7 @@ def test_every_machine_can_be_drawn(mesh, tmp_path):
     assert sorted(labels) == sorted('.'.join(map(str, place)) for place in positions)
     lines = re.sub(r'\033\[[\d;]*m', '', mesh_picture(mesh, color=True)).splitlines()
     assert [line.rstrip() for line in lines] == mesh_picture(mesh).splitlines()
-    pytest.importorskip('matplotlib')
+    pytest.importorskip('matplotlib', reason='pictures need matplotlib')
     draw_mesh(mesh, tmp_path / 'mesh.png', title='a machine')
     picture = pixels(tmp_path / 'mesh.png')[..., :3]
     assert min(picture.shape[:2]) > 100
@@ -178,7 +178,7 @@ def test_every_machine_can_be_drawn(mesh, tmp_path):
 
 
 def test_colours_are_positions(tmp_path):
-    pytest.importorskip('matplotlib')
+    pytest.importorskip('matplotlib', reason='pictures need matplotlib')
     # Four columns of positions 0 to 3 on the only axis of more than one device.
     mesh = create_mesh((1, 4), ('data', 'model'), devices=gpus(4, 1))
     draw_mesh(mesh, tmp_path / 'mesh.png')

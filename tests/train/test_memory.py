@@ -131,7 +131,7 @@ def test_virtual_devices_share_the_memory_of_the_host(monkeypatch):
 
 
 def test_described_devices_have_the_memory_of_their_chip():
-    pytest.importorskip('libtpu')
+    pytest.importorskip('libtpu', reason='describing TPUs needs libtpu')
     partitioner = PjitPartitioner(mesh=MeshConfig(axes={'data': 4}, topology='v5e:2x2'))
     [device, *_] = partitioner.mesh.devices.flat
     assert memory.device_memory(device) == CHIPS['v5e'].hbm_bytes

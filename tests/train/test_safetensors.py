@@ -99,7 +99,7 @@ def test_existing_safetensors_are_not_overwritten(tmp_path):
 
 
 def test_stores_of_objects_are_not_written():
-    pytest.importorskip('s3fs')
+    pytest.importorskip('s3fs', reason='paths of S3 need s3fs')
     with pytest.raises(ConfigError, match='local folder'):
         SafetensorsWriter('s3://bucket/model', ARRAYS)
 

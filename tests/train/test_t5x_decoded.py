@@ -38,7 +38,7 @@ def test_exact_matches_and_tokens():
 
 
 def test_bleu_by_the_example_of_sacrebleu():
-    pytest.importorskip('sacrebleu')
+    pytest.importorskip('sacrebleu', reason='BLEU needs sacrebleu')
     predictions = ['The dog bit the man.', "It wasn't surprising.", 'The man had just bitten him.']
     references = [
         ['The dog bit the man.', 'It was not unexpected.', 'The man bit him first.'],
@@ -55,7 +55,7 @@ def test_bleu_by_the_example_of_sacrebleu():
 
 
 def test_rouge_by_the_example_of_rouge_score():
-    pytest.importorskip('rouge_score')
+    pytest.importorskip('rouge_score', reason='ROUGE needs rouge_score')
     target = 'The quick brown fox jumps over the lazy dog'
     found = rouge([target], ['The quick brown dog jumps on the log.'])
     # 6 of 9 and of 8 words, 2 pairs of 8 and of 7, and a longest common subsequence of 5.
