@@ -153,6 +153,11 @@ def test_granules_of_a_size(size, ici, dcn, first):
             *((2, 2), (2, 2), gpus(8, 2), {'granule_size': 4, 'process_is_granule': True}),
             ['granule_size=4', 'process_is_granule=True'],
         ),
+        ((2, 8), (1, 1), gpus(8, 2), {'granule_size': 8}, ['number of granules is 2']),
+        *(
+            ((2, 8), (1, 1), gpus(8, 2), {'process_is_granule': x}, [f'process_is_granule={x!r}'])
+            for x in ('no', 2)
+        ),
         ((2, 2), (2, 2), gpus(8, 2), {'granule_size': 5}, ['granule_size=5', '16 devices']),
         ((2, 2), (2, 1), two_slices_of_v4(), {'granule_size': 4}, ['granule_size=4', 'TPUs']),
         ((2, 2), (2, 1), two_slices_of_v4(), {'axis_types': 'autos'}, ["axis_types='autos'"]),

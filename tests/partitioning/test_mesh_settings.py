@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from mock_devices import gpus, ids, sorted_ids, tpu_slices, tpus
 
 from partitioning import PjitPartitioner
@@ -87,6 +88,13 @@ def test_the_first_of_three_names_is_the_slice_axis(devices):
     mesh = default_mesh(2, mesh_axis_names=('replica', 'data', 'model'), devices=devices)
     assert dict(mesh.shape) == {'replica': 1, 'data': 4, 'model': 2}
     assert ids(mesh)[0] == ids(default_mesh(2, devices=devices))
+
+
+def test_three_names_of_several_slices():
+    devices = tpu_slices(2, (4, 4, 1), 'TPU v3', cores=2)
+    mesh = default_mesh(4, mesh_axis_names=('pod', 'rows', 'columns'), devices=devices)
+    assert dict(mesh.shape) == {'pod': 2, 'rows': 8, 'columns': 4}
+    assert ids(mesh) == ids(default_mesh(4, devices=devices))
 
 
 @pytest.mark.parametrize(
@@ -177,6 +185,20 @@ def test_settings_of_other_types(settings, message):
 def test_shapes_as_numpy_arrays():
     ici, dcn = np.array([1, 4, 2]), np.array([1, 1, 1])
     assert default_mesh(None, ici_mesh_shape=ici, dcn_mesh_shape=dcn).devices.shape == (1, 4, 2)
+
+
+@pytest.mark.parametrize('ici, shape', [((1, -1, 2), (1, 4, 2)), ((-1, 1, 8), (1, 1, 8))])
+def test_whatever_remains(ici, shape):
+    mesh = default_mesh(None, ici_mesh_shape=ici, dcn_mesh_shape=(1, 1, 1))
+    assert mesh.devices.shape == shape
+
+
+def test_axis_types():
+    types = (AxisType.Auto, AxisType.Explicit, AxisType.Auto)
+    shapes = {'ici_mesh_shape': (1, 4, 2), 'dcn_mesh_shape': (1, 1, 1)}
+    assert default_mesh(None, **shapes, axis_types=types).axis_types == types
+    assert default_moe_mesh(2, 2, axis_types=types).axis_types == types
+    assert default_moe_mesh(2, 2).axis_types == (AxisType.Auto,) * 3
 
 
 def test_a_granule_larger_than_the_domains_that_gpus_know():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from planned_models import MESH, MODELS, OF_MODELS, ByData, NnxMlp, Returns, held, resolve
+from planned_models import MESH, MODELS, OF_MODELS, ByData, NnxMlp, Returns, held, params, resolve
 
 from partitioning import PjitPartitioner, create_mesh
 from partitioning.compat.pytorch import ShardingPlan, place, shard_module
@@ -37,6 +37,21 @@ def test_a_sharder_of_one_parameter():
     resolved = resolve({'fc1/kernel': ByData()})
     assert resolved['fc1/kernel'].spec == P('data', None)
     assert resolved['fc1/bias'].spec == P(None)
+
+
+def test_a_sharder_may_return_another_structure():
+    def halves(module, mesh):
+        kernel = module['kernel']
+        parts = {'left': kernel[:, :32], 'right': kernel[:, 32:]}
+        return {'kernels': [place(parts, mesh, P('data'))], 'bias': module['bias']}
+
+    given = params()
+    placed = shard_module(given, ShardingPlan({'fc1': Returns(halves)}), MESH)
+    specs = {path: x.sharding.spec for path, x in held(placed['fc1']).items()}
+    rows = P('data', None)
+    assert specs == {'bias': P(None), 'kernels/0/left': rows, 'kernels/0/right': rows}
+    right = placed['fc1']['kernels'][0]['right']
+    np.testing.assert_array_equal(right, given['fc1']['kernel'][:, 32:])
 
 
 def test_a_sharder_may_return_another_nnx_module():
