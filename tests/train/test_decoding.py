@@ -121,6 +121,11 @@ def test_only_the_most_likely_tokens_are_sampled(params, expected):
     assert len(np.unique(added)) > 3
 
 
+def test_an_infinite_temperature_samples_all_tokens_equally(params):
+    hot = [greedy(NET, params, temperature=t)[0] for t in (1e30, float('inf'))]
+    np.testing.assert_array_equal(*hot)
+
+
 class NextByte(nn.Module):
     """Another model, which always adds its parameter."""
 

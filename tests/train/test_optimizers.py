@@ -238,6 +238,13 @@ def test_malformed_optimizers_are_errors(make, message):
         make()
 
 
+def test_an_infinite_norm_does_not_clip():
+    grads = {'w': jnp.array([3e4, -4e4])}
+    tx = Optimizer(transform=optax.sgd, learning_rate=1.0, clip_norm=float('inf')).build()
+    updates, _ = tx.update(grads, tx.init(grads), grads)
+    np.testing.assert_array_equal(updates['w'], -grads['w'])
+
+
 def test_a_share_of_the_steps():
     assert [share_of(250, 0.08), share_of(100_000, 0.02), share_of(6, 0.08)] == [20, 2000, 0]
 
