@@ -1,8 +1,10 @@
 """Which rows and chunks each process holds, for any assignment of devices; and what is refused."""
 
+import dataclasses
 import math
 import re
 
+import layout_oracle
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -324,3 +326,53 @@ def test_one_replica_writes_a_replicated_array():
     assert check_chunks(SHARED, ('data', None), (4, 3)) == {0: 6, 1: 0, 2: 6, 3: 0}
     assert check_chunks(SHARED, (None, None), (4, 3)) == {0: 12, 1: 0, 2: 0, 3: 0}
     assert check_chunks(SHARED, (), ()) == {0: 1, 1: 0, 2: 0, 3: 0}
+
+
+# The oracle must fail for a wrong layout.
+
+
+@pytest.mark.parametrize(
+    'mesh, name, change',
+    [
+        (IN_PAIRS, 'row_indices', lambda rows: rows[:-1]),
+        (IN_PAIRS, 'row_indices', lambda rows: (*rows, 7)),
+        (IN_PAIRS, 'row_indices', lambda rows: rows[::-1]),
+        (IN_PAIRS, 'row_indices', lambda rows: (4, 5, 6, 7)),  # contiguous, as T5X assumes
+        (IN_PAIRS, 'shard_id', lambda _: 0),
+        (IN_PAIRS, 'num_shards', lambda _: 4),
+        (IN_PAIRS, 'batch_size', lambda _: 16),
+        (IN_PAIRS, 'is_even', lambda _: False),
+        (IN_A_RING, 'is_even', lambda _: True),
+        (IN_PAIRS, 'is_first_host_in_replica_set', lambda _: False),
+        (SHARED, 'is_first_host_in_replica_set', lambda _: True),
+    ],
+)
+def test_the_oracle_rejects_wrong_rows(mesh, name, change, monkeypatch):
+    def wrong(mesh, axes, batch_size, process):
+        layout = data_layout(mesh, axes, batch_size, process)
+        changes = {name: change(getattr(layout, name))} if process == 1 else {}
+        return dataclasses.replace(layout, **changes)
+
+    monkeypatch.setattr(layout_oracle, 'data_layout', wrong)
+    with pytest.raises(AssertionError, match=r'process 1 of \(4, 2\)'):
+        check_rows(mesh, 'data', 8)
+
+
+def with_replica_ids(add):
+    return lambda chunks: tuple(LocalChunkInfo(c.slice, add(c.replica_id)) for c in chunks)
+
+
+@pytest.mark.parametrize(
+    'mesh, change, message',
+    [
+        (IN_PAIRS, lambda chunks: chunks[1:], 'process 0'),
+        (IN_PAIRS, lambda chunks: (), 'process 0'),
+        (SHARED, with_replica_ids(lambda _: 0), r'\[2\] times'),
+        (SHARED, with_replica_ids(lambda n: n + 1), r'\[0\] times'),
+    ],
+)
+def test_the_oracle_rejects_wrong_chunks(mesh, change, message, monkeypatch):
+    right = LocalChunker.get_local_chunks
+    monkeypatch.setattr(LocalChunker, 'get_local_chunks', lambda *args: change(right(*args)))
+    with pytest.raises(AssertionError, match=message):
+        check_chunks(mesh, ('data',), (4,))

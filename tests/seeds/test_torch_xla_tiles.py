@@ -40,6 +40,7 @@ def test_D3_ids_in_reverse():
     mesh = mesh_of((1, 8), ids=IN_ORDER[::-1])
     assert tile_assignment(mesh, (0, 1)).tolist() == [IN_ORDER[::-1]]
     assert hlo_sharding(mesh, (0, 1)) == '{devices=[1,8]7,6,5,4,3,2,1,0}'
+    refuses(lambda: iota_tile_assignment(mesh, (0, 1)), 'device 7 is at position 0')
     x = mark_sharding(np.arange(256).reshape(16, 16), mesh, (0, 1))
     columns = {shard.device_id: shard.index[1] for shard in local_shards(x)}
     assert columns[7] == slice(0, 2) and columns[0] == slice(14, 16)
