@@ -6,44 +6,17 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from meshwright.jaxpr.primitives import names_in
+from meshwright.program.collectives import is_exchange as starts_exchange
 from meshwright.program.hlo_text import Computation, HloProgram, Instruction
 
-# The results of these have the elements of their first operand.
-_MOVES = frozenset(
-    [
-        'bitcast',
-        'copy',
-        'convert',
-        'transpose',
-        'reshape',
-        'dynamic-slice',
-        'slice',
-        'optimization-barrier',
-        'copy-start',
-        'copy-done',
-        'slice-start',
-        'slice-done',
-        'async-start',
-        'async-update',
-        'async-done',
-        'pad',
-        'reduce-precision',
-        'all-gather',
-        'all-gather-start',
-        'all-gather-done',
-        'all-to-all',
-        'collective-permute',
-        'collective-permute-start',
-        'collective-permute-done',
-        'all-reduce-done',
-        'bitcast-convert',
-        'reduce-scatter',
-        'all-reduce',
-        'all-reduce-start',
-    ]
+# The results of these, and of exchanges, have the elements of their first operand.
+_MOVES = names_in(
+    'bitcast copy convert transpose reshape dynamic-slice slice optimization-barrier copy-start '
+    'copy-done slice-start slice-done async-start async-update async-done pad reduce-precision '
+    'bitcast-convert'
 )
 _MOVED_BY_CALLS = ('ConcatBitcast', 'Sharding', 'SPMDFullToShardShape', 'SPMDShardToFullShape')
-_EXCHANGES = frozenset(o for o in _MOVES if o.startswith(('all-', 'collective-', 'reduce-scatter')))
 # The attribute with the computation that an instruction runs.
 _BODIES = {'fusion': 'calls', 'while': 'body', 'call': 'to_apply'}
 _LIMIT = 4000  # places that a search looks at
@@ -209,14 +182,14 @@ class DataFlow:
 
 
 def is_exchange(instruction: Instruction) -> bool:
-    """Whether an instruction exchanges data between devices."""
-    return instruction.opcode in _EXCHANGES
+    """Whether an instruction begins, is or ends an exchange of data between devices."""
+    return starts_exchange(instruction.opcode.removesuffix('-done'))
 
 
 def _is_move(instruction: Instruction) -> bool:
     if instruction.opcode == 'custom-call':
         return any(f'"{name}' in instruction.attributes for name in _MOVED_BY_CALLS)
-    return instruction.opcode in _MOVES
+    return instruction.opcode in _MOVES or is_exchange(instruction)
 
 
 def _index_of(instruction: Instruction) -> int:

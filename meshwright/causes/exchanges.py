@@ -31,32 +31,14 @@ from meshwright.causes.layouts import axes_of_row
 from meshwright.causes.possible_changes import PossibleChanges
 from meshwright.causes.value_graph import lacks
 from meshwright.causes.whole_dimensions import written_for, written_otherwise
+from meshwright.jaxpr.implied_exchanges import KINDS
+from meshwright.jaxpr.primitives import names_in
 from meshwright.jaxpr.values import Value
 from meshwright.user_lines import user_line
 from partitioning.plan.rows import PlanRow
 
-# Operations by which a program itself asks for an exchange.
-_ASKED = frozenset(
-    [
-        'psum',
-        'psum2',
-        'psum_invariant',
-        'all_gather',
-        'all_gather_invariant',
-        'psum_scatter',
-        'reduce_scatter',
-        'ppermute',
-        'all_to_all',
-        'pmax',
-        'pmin',
-        'pmean',
-        'pgather',
-    ]
-)
 # Logical axes over which tensor parallelism sums.
-_OF_TENSORS = frozenset(
-    ['mlp', 'heads', 'kv', 'joined_kv', 'vocab', 'kv_heads', 'expert_mlp', 'expert']
-)
+_OF_TENSORS = names_in('mlp heads kv joined_kv vocab kv_heads expert_mlp expert')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +124,7 @@ def explain_exchange(evidence: Evidence, possible: PossibleChanges) -> Cause:
             why=f'an {evidence.kind} over {over(evidence.axes)}',
         )
     move, operation = Move(evidence, value, possible), evidence.path.rpartition('/')[2]
-    if operation in _ASKED:
+    if operation in KINDS:  # a program can ask for these by themselves
         return move.cause(
             f'the program asks for it with jax.lax.{operation}',
             rule='',

@@ -20,8 +20,11 @@ from meshwright.jaxpr.values import (
     ties,
 )
 
-# What jax calls the exchanges of a shard_map.
+# The exchanges that `insert_exchanges` adds.
+_ADDED = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all')
+# These, and what jax calls the exchanges of a shard_map.
 KINDS = {
+    **{kind: kind for kind in _ADDED},
     'psum': 'all-reduce',
     'psum2': 'all-reduce',
     'psum_invariant': 'all-reduce',
@@ -34,13 +37,11 @@ KINDS = {
     'all_to_all': 'all-to-all',
     'ragged_all_to_all': 'ragged-all-to-all',
     'ppermute': 'collective-permute',
-    'all-reduce': 'all-reduce',
-    'all-gather': 'all-gather',
-    'reduce-scatter': 'reduce-scatter',
-    'all-to-all': 'all-to-all',
 }
 # Each device keeps a part of what it has: nothing is sent.
 SLICE = 'keep-own-part'
+# The steps that `insert_exchanges` adds. They move a value, and change nothing else about it.
+ADDED = {*_ADDED, SLICE}
 
 
 def exchange_axes(step: Step) -> Axes:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.factors import Dimension, Factors
-from meshwright.jaxpr.implied_exchanges import SLICE
+from meshwright.jaxpr.implied_exchanges import ADDED
 from meshwright.jaxpr.linked_dimensions import LinkedDimensions
 from meshwright.jaxpr.primitives import ARITHMETIC, CONSTRAINTS, MOVES, SCATTERS
 from meshwright.jaxpr.values import Axes, Block, Dim, Step, Value, carries, ties
@@ -26,8 +26,6 @@ from partitioning.plan.rows import PlanRow
 from partitioning.products.flops import PRODUCTS
 from partitioning.rules import sharding_axes
 
-# The steps that `insert_exchanges` adds. They move a value, and change nothing else about it.
-_EXCHANGES = {'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', SLICE}
 # Operations that pair the dimensions of their operands.
 _PAIRING = PRODUCTS | {'add', 'sub', 'mul', 'div', 'max', 'select_n'}
 
@@ -111,7 +109,7 @@ class _Naming:
         for step in block.steps:
             if step.bodies:
                 self._run_bodies(step)
-            elif step.is_border or step.name in _EXCHANGES:
+            elif step.is_border or step.name in ADDED:
                 _copy(step.inputs[0], step.outputs[0])
             else:
                 self._name_results(step)
