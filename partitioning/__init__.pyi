@@ -41,6 +41,9 @@ from partitioning.mesh import (
     AxisTypes as AxisTypes,
     MeshConfig as MeshConfig,
     axis_rings as axis_rings,
+    mesh_table as mesh_table,
+)
+from partitioning.mesh.aliases import (
     create_hybrid_mesh as create_hybrid_mesh,
     create_mesh as create_mesh,
     default_mesh as default_mesh,
@@ -48,20 +51,29 @@ from partitioning.mesh import (
     get_cpu_mesh as get_cpu_mesh,
     get_gpu_mesh as get_gpu_mesh,
     get_mesh as get_mesh,
-    mesh_table as mesh_table,
 )
-from partitioning.partitioner import (
+from partitioning.partitioner.base import (
     BasePartitioner as BasePartitioner,
+)
+from partitioning.partitioner.base_pjit import (
     BasePjitPartitioner as BasePjitPartitioner,
+)
+from partitioning.partitioner.moe import (
     MoePjitPartitioner as MoePjitPartitioner,
-    PjitPartitioner as PjitPartitioner,
     compute_num_model_partitions as compute_num_model_partitions,
     override_partition_specs as override_partition_specs,
 )
-from partitioning.pictures import (
-    ShardingPicture as ShardingPicture,
+from partitioning.partitioner.pjit import (
+    PjitPartitioner as PjitPartitioner,
+)
+from partitioning.pictures.memory import (
     draw_audit as draw_audit,
+)
+from partitioning.pictures.mesh_drawing import (
     draw_mesh as draw_mesh,
+)
+from partitioning.pictures.shards import (
+    ShardingPicture as ShardingPicture,
     visualize_sharding as visualize_sharding,
 )
 from partitioning.plan import (
@@ -72,10 +84,14 @@ from partitioning.plan import (
     PlanRow as PlanRow,
     diff as diff,
 )
-from partitioning.programs import (
+from partitioning.programs.contexts import (
+    PjittedFnWithContext as PjittedFnWithContext,
+)
+from partitioning.programs.partitioned_function import (
     CompiledPartitionedCallable as CompiledPartitionedCallable,
     PartitionedCallable as PartitionedCallable,
-    PjittedFnWithContext as PjittedFnWithContext,
+)
+from partitioning.programs.trace_log import (
     check_compiled_once as check_compiled_once,
 )
 from partitioning.rules import (
@@ -108,10 +124,12 @@ from partitioning.state.linen import (
     with_logical_partitioning as with_logical_partitioning,
     with_partitioning as with_partitioning,
 )
-from partitioning.suggestion import (
+from partitioning.suggestion.rule_matches import (
     RuleMatches as RuleMatches,
-    SuggestedRules as SuggestedRules,
     explain_rules as explain_rules,
+)
+from partitioning.suggestion.suggested_rules import (
+    SuggestedRules as SuggestedRules,
     suggest_rules as suggest_rules,
 )
 

@@ -5,11 +5,3 @@ rules while a function is traced. What `partition` accepts is checked in `bounda
 applies layouts that jax.jit does not accept, and traces functions over Auto axes if Explicit
 axes reject them. `trace_log` counts traces. What runs only after a failure is in `explaining`.
 """
-
-from partitioning.programs.contexts import PjittedFnWithContext as PjittedFnWithContext
-from partitioning.programs.partitioned_function import (
-    CompiledPartitionedCallable as CompiledPartitionedCallable,
-    PartitionedCallable as PartitionedCallable,
-    PartitionedFunction as PartitionedFunction,
-)
-from partitioning.programs.trace_log import check_compiled_once as check_compiled_once

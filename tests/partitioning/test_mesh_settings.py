@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from mock_devices import gpus, ids, sorted_ids, tpu_slices, tpus
 
 from partitioning import PjitPartitioner
-from partitioning.mesh import create_hybrid_mesh, default_mesh, default_moe_mesh
+from partitioning.mesh.aliases import create_hybrid_mesh, default_mesh, default_moe_mesh
 
 pytestmark = pytest.mark.core
 

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from mock_devices import gpus, ids, tpu_slices, tpus, v3_4x4
 
 from partitioning import MeshConfig, MoePjitPartitioner, PjitPartitioner
-from partitioning.mesh import default_moe_mesh
+from partitioning.mesh.aliases import default_moe_mesh
 
 pytestmark = pytest.mark.core
 

@@ -15,7 +15,7 @@ from partitioning import (
     create_mesh,
     standard_logical_axis_rules,
 )
-from partitioning.partitioner import BasePjitPartitioner
+from partitioning.partitioner.base_pjit import BasePjitPartitioner
 
 pytestmark = pytest.mark.core
 

@@ -13,7 +13,7 @@ from meshwright.report.forecasts import Forecast
 from meshwright.time import Work, estimate_step_time, estimate_work
 from partitioning.hardware import CHIPS, chip_of
 from partitioning.products.flops import count_jaxpr_flops
-from partitioning.programs import PartitionedCallable
+from partitioning.programs.partitioned_function import PartitionedCallable
 from train.config import TrainConfig
 from train.errors import ConfigError
 from train.objectives import TokenLoss

@@ -13,7 +13,7 @@ import jax
 from meshwright import ProgramCosts, read_costs
 from partitioning.amounts import bytes_str
 from partitioning.hardware.compilers import own_compiler_errors
-from partitioning.programs import PartitionedCallable
+from partitioning.programs.partitioned_function import PartitionedCallable
 from train.config import TrainConfig
 from train.errors import os_errors_as
 from train.gin.text import write_gin_text

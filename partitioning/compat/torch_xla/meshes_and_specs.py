@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from partitioning.hardware import JaxDevice, check_devices, num_slices
-from partitioning.mesh import create_hybrid_mesh
+from partitioning.mesh.aliases import create_hybrid_mesh
 from partitioning.mesh.validation import as_tuple_of, check_names, fill
 from partitioning.rules import check_axes, describe_axes, from_tuple, num_shards, rank_problem
 
