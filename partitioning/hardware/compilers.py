@@ -76,6 +76,10 @@ class CompilerOption:
 
 
 _TPUS = tuple(chip.name for chip in CHIPS.values() if chip.platform == 'tpu')
+_LARGER_TILES = (
+    'matrix products read larger tiles: by default, they use {} of the 128 MiB of vector memory, '
+    'so that some tiles of wide layers are read several times'
+)
 
 DEFAULT_OPTIONS: tuple[CompilerOption, ...] = (
     CompilerOption(
@@ -96,10 +100,7 @@ DEFAULT_OPTIONS: tuple[CompilerOption, ...] = (
         name='xla_tpu_scoped_vmem_limit_kib',
         value=32 * 1024,
         chips=('v5e', 'v5p'),
-        reason=(
-            'matrix products read larger tiles: by default, they use 16 of the 128 MiB of vector '
-            'memory, so that some tiles of wide layers are read several times'
-        ),
+        reason=_LARGER_TILES.format(16),
         figure=(
             'estimated compute of a train step by libtpu 0.0.52: 626 ms in place of 714 for 8B on '
             'v5p:4x4x4 as 8 x 8, and 575 in place of 624 as 64; 64 MiB gives 621 and 563, but '
@@ -110,10 +111,7 @@ DEFAULT_OPTIONS: tuple[CompilerOption, ...] = (
         name='xla_tpu_scoped_vmem_limit_kib',
         value=96 * 1024,
         chips=('v6e',),
-        reason=(
-            'matrix products read larger tiles: by default, they use 32 of the 128 MiB of vector '
-            'memory, so that some tiles of wide layers are read several times'
-        ),
+        reason=_LARGER_TILES.format(32),
         figure=(
             'estimated cycles of a bfloat16 product of 8,192 x 8,192 x 8,192 by libtpu 0.0.52: '
             '2.34 million in place of 2.98, where its peak rate takes 2.10; 64 MiB gives 2.57'

@@ -90,9 +90,7 @@ class LocalChunker:
         """
         shape, axes, ownership = self._ownership(global_shape, mesh_axes, on_indivisible)
         chunk = ownership.chunks[self.process_index]
-        positions = [
-            sorted(set(along)) for along in zip(*map(ownership.position, chunk), strict=True)
-        ]
+        positions = ownership.positions(chunk)
         if ownership.chunks_overlap or len(chunk) != math.prod(map(len, positions)):
             why = (
                 'some of them also belong to other chunks'
@@ -103,12 +101,7 @@ class LocalChunker:
                 f'process {self.process_index} holds {len(chunk)} shards over mesh axes '
                 f'{tuple(mesh_axes)}, but {why}: use get_local_chunks, which lists every shard'
             )
-        slices = tuple(
-            self._joined_slice(dim, shape[dim], along, ownership.num_shards[dim])
-            if axes[dim]
-            else slice(None)
-            for dim, along in enumerate(positions)
-        )
+        slices = self._slices(shape, axes, ownership, positions)
         return LocalChunkInfo(slices, ownership.replica_ids[self.process_index])
 
     def get_local_chunks(
@@ -134,12 +127,7 @@ class LocalChunker:
         shape, axes, ownership = self._ownership(global_shape, mesh_axes, on_indivisible)
         chunks = []
         for shard in ownership.chunks[self.process_index]:
-            slices = tuple(
-                _elements(at, at, shape[dim], ownership.num_shards[dim])
-                if axes[dim]
-                else slice(None)
-                for dim, at in enumerate(ownership.position(shard))
-            )
+            slices = self._slices(shape, axes, ownership, ownership.positions([shard]))
             replica_id = ownership.shard_replica_ids[shard][self.process_index]
             chunks.append(LocalChunkInfo(slices, replica_id))
         return tuple(chunks)
@@ -185,24 +173,33 @@ class LocalChunker:
                 raise ValueError(f'the array: {problem.message}')
         return shape, axes, ownership
 
+    def _slices(
+        self,
+        shape: tuple[int, ...],
+        axes: Axes,
+        ownership: ShardOwnership,
+        positions: Sequence[Sequence[int]],
+    ) -> tuple[slice, ...]:
+        """The slice of each dimension that joins the shards at these positions along it."""
+        return tuple(
+            self._joined_slice(dim, int(shape[dim]), along, ownership.num_shards[dim])
+            if axes[dim]
+            else slice(None)
+            for dim, along in enumerate(positions)
+        )
+
     def _joined_slice(
         self, dim: int, size: int, positions: Sequence[int], num_shards: int
     ) -> slice:
-        """The slice that joins the shards at these positions along a dimension."""
-        steps = set(np.diff(positions).tolist())
+        """The elements of the shards at these positions along a dimension, without the padding."""
+        first, last, steps = positions[0], positions[-1], set(np.diff(positions).tolist())
         if steps <= {1}:
-            return _elements(positions[0], positions[-1], size, num_shards)
+            per_shard = -(-size // num_shards)
+            return slice(min(first * per_shard, size), min((last + 1) * per_shard, size))
         if len(steps) == 1 and size <= num_shards:  # A shard is one element: use a stride.
-            return slice(min(positions[0], size), min(positions[-1] + 1, size), steps.pop())
+            return slice(min(first, size), min(last + 1, size), steps.pop())
         raise ValueError(
             f'process {self.process_index} holds shards {list(positions)} of {num_shards} along '
             f'dimension {dim}, which do not form a slice: use get_local_chunks, which lists every '
             'shard'
         )
-
-
-def _elements(first: int, last: int, size: int, num_shards: int) -> slice:
-    """The elements of shards `first` to `last` along a dimension, without the padding."""
-    size = int(size)
-    per_shard = -(-size // num_shards)
-    return slice(min(first * per_shard, size), min((last + 1) * per_shard, size))

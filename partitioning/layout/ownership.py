@@ -78,11 +78,12 @@ class ShardOwnership:
         """Whether the chunks have equal sizes and different chunks have no shard in common."""
         return not self.chunks_overlap and len(set(map(len, self.chunk_ids))) == 1
 
-    def position(self, shard: int) -> tuple[int, ...]:
-        """The position of a shard along each dimension."""
+    def positions(self, shards: Sequence[int]) -> list[list[int]]:
+        """The positions of shards along each dimension, each once, in rising order."""
         if not self.num_shards:
-            return ()
-        return tuple(int(place) for place in np.unravel_index(shard, self.num_shards))
+            return []
+        places = np.unravel_index(np.array(shards), self.num_shards)
+        return [np.unique(along).tolist() for along in places]
 
     def check_process(self, process: Any, mesh: Mesh) -> None:
         """Raises ValueError if the process holds no device of the mesh."""

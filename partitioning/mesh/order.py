@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import logging
 import math
+import types
 from collections.abc import Sequence
 
 import numpy as np
@@ -117,17 +118,6 @@ def torus_of(device: JaxDevice, bounds: Sequence[int]) -> Torus:
     return Torus(bounds=(x, y, z, cores), wrap=(*wrap, False), hops=(1, 1, 1, 0))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _StandIn:
-    """The attributes of a device that jax's `create_device_mesh` reads."""
-
-    index: int
-    device_kind: str
-    coords: tuple[int, int, int]
-    core_on_chip: int
-    platform: str = 'tpu'
-
-
 def _order_on_torus(grid: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Returns indices into a flattened grid (x, y, z, core) of devices, as an array of `shape`."""
     torus, kind = torus_of(grid.flat[0], grid.shape), grid.flat[0].device_kind
@@ -170,8 +160,10 @@ def _jax_order(grid: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
     processes = np.array([d.process_index for d in grid.flat])
     pod = by_rows[np.argsort(processes[by_rows], kind='stable')]
     places = np.stack(np.unravel_index(pod, grid.shape), axis=-1).tolist()
-    chips = [
-        _StandIn(index, kind, (x, y, z), core)
+    chips = [  # the attributes of devices that jax reads, and our index
+        types.SimpleNamespace(
+            platform='tpu', device_kind=kind, coords=(x, y, z), core_on_chip=core, index=index
+        )
         for index, (x, y, z, core) in zip(pod.tolist(), places, strict=True)
     ]
     try:

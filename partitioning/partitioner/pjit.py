@@ -53,7 +53,6 @@ from partitioning.state import (
     with_boxes,
 )
 
-_DEFAULT_POLICIES = {'on_unmatched': None, 'on_indivisible': None}
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -135,8 +134,7 @@ class PjitPartitioner(BasePjitPartitioner):
             AxisRules, on_unmatched=on_unmatched, on_indivisible=on_indivisible
         )
         policies = {'on_unmatched': on_unmatched, 'on_indivisible': on_indivisible}
-        if policies != _DEFAULT_POLICIES:
-            self._as_rules(())  # the mesh may decide the rules later, the policies are known now
+        self._as_rules(())  # the mesh may decide the rules later, the policies are known now
         rules, of_optimizer = logical_axis_rules, optimizer_axis_rules
         self._given_rules = None if rules is None else self._as_rules(rules)
         self._optimizer_rules = None if of_optimizer is None else self._as_rules(of_optimizer)

@@ -7,6 +7,7 @@ attributes.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import textwrap
 from collections.abc import Collection, Mapping
@@ -208,19 +209,11 @@ def settings_of_t5x(mesh: AnyMesh | None, given: dict[str, Any]) -> dict[str, An
 
 def describe_rules(rules: Any) -> str:
     """Rules in their order: `batch -> data; mlp, heads -> model; kv -> replicated`."""
-    groups: list[tuple[list[str], Any]] = []
-    for name, axes in rules:
-        if groups and groups[-1][1] == axes:
-            groups[-1][0].append(name)
-        else:
-            groups.append(([name], axes))
-    return (
-        '; '.join(
-            f'{", ".join(names)} -> {" x ".join(as_tuple(axes)) or "replicated"}'
-            for names, axes in groups
-        )
-        or 'none'
+    groups = (
+        f'{", ".join(name for name, _ in alike)} -> {" x ".join(as_tuple(axes)) or "replicated"}'
+        for axes, alike in itertools.groupby(rules, key=lambda rule: rule[1])
     )
+    return '; '.join(groups) or 'none'
 
 
 _LOGGER = logging.getLogger(__name__)

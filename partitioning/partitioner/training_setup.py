@@ -51,7 +51,7 @@ def trace_init(
     traced = jax.make_jaxpr(in_context(checked, auto, rules), return_shape=True)
     jaxpr, named = traced(*args)
     named = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), named)
-    planned = jax.tree.map(_argument_str, args)
+    planned = jax.tree.map(_array, args)
 
     def make(*arrays: Any) -> Any:
         from jax.extend.core import jaxpr_as_fun  # imports Pallas, so not with this module
@@ -67,7 +67,7 @@ def trace_init(
 
     def jit_for(plan: Plan, *given: Any) -> Any:
         check_has_devices(mesh, 'plan.init')
-        if planned != (held := jax.tree.map(_argument_str, given)):
+        if planned != (held := jax.tree.map(_array, given)):
             raise ValueError(
                 f'plan.init was planned for arguments {planned}, not {held}: make the plan again '
                 'for these arguments'
@@ -92,8 +92,8 @@ def _over_auto_axes(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names)
 
 
-def _argument_str(x: Any) -> str:
-    """The dtype and shape of an argument: `float32[8, 16]`."""
+def _array(x: Any) -> str:
+    """The dtype and shape of an array: `float32[8, 16]`."""
     return f'{getattr(x, "dtype", type(x).__name__)}{list(np.shape(x))}'
 
 
@@ -291,10 +291,6 @@ def _check_same_arrays(after: Any, before: Any, name: str) -> None:
 def _kind(x: Any) -> str:
     """What a value is, in words: `a dict` or `float32[8]`."""
     return _array(jax.typeof(x)) if jax.tree_util.all_leaves([x]) else f'a {type(x).__name__}'
-
-
-def _array(aval: Any) -> str:
-    return f'{aval.dtype}{list(aval.shape)}'
 
 
 def _difference(candidate: Any, state: Any) -> str:

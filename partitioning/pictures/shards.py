@@ -205,12 +205,7 @@ def compact_ids(ids: Sequence[int]) -> str:
         step = ids[1] - ids[0]
         if all(b - a == step for a, b in itertools.pairwise(ids)):
             return f'{ids[0]}-{ids[-1]}' if step == 1 else f'{ids[0]},{ids[1]}..{ids[-1]}'
-    runs: list[list[int]] = []
-    for number in ids:
-        if runs and runs[-1][-1] + 1 == number:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    runs = np.split(np.array(ids), np.flatnonzero(np.diff(ids) != 1) + 1)
     listed = ','.join(f'{r[0]}-{r[-1]}' if len(r) > 2 else ','.join(map(str, r)) for r in runs)
     return listed if len(listed) <= _MAX_LABEL else f'{ids[0]}..{ids[-1]} ({len(ids)})'
 

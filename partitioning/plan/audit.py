@@ -146,15 +146,13 @@ class Audit:
 
     def as_dict(self) -> dict[str, Any]:
         """The audit as values that JSON can hold."""
-        rows = {row.path: row_to_json(row) for row in self.rows}
+        costs = {cost.row.path: cost for cost in self.replicated}
+        rows = []
         for row in self.rows:
-            rows[row.path] |= {
-                'spec': spec_str(boundary_spec(row.spec)),
-                'replicated_bytes_per_device': 0,
-                'reason': '',
-            }
-        for row, extra, reason in self.replicated:
-            rows[row.path] |= {'replicated_bytes_per_device': extra, 'reason': reason}
+            _, extra, reason = costs.get(row.path, Cost(row, 0, ''))
+            spec = spec_str(boundary_spec(row.spec))
+            costly = {'spec': spec, 'replicated_bytes_per_device': extra, 'reason': reason}
+            rows.append(row_to_json(row) | costly)
         return {
             'mesh': dict(axis_sizes(self.mesh)),
             'bytes_total': self.bytes_total,
@@ -163,7 +161,7 @@ class Audit:
             'bytes_by_device': {str(k): held for k, held in self.bytes_by_device.items()},
             'replicated_bytes_per_device': self.replicated_bytes_per_device,
             'balance': self.balance,
-            'rows': [*rows.values()],
+            'rows': rows,
         }
 
     def __str__(self) -> str:
@@ -241,11 +239,7 @@ def check_fixed_point(state: Any, shardings: Any) -> None:
     """Checks that the arrays of a state are laid out by these shardings; see `Plan.check`.
 
     The tree of the shardings may be a prefix of the state. Static fields, such as the optimizer in
-    Flax's TrainState, may differ.
-
-    Raises:
-      ValueError: with the path of the first array that is laid out differently; from jax, if the
-        two trees have different structures.
+    Flax's TrainState, may differ. Of trees with different structures, jax raises a ValueError.
     """
 
     def check(path: Any, expected: Sharding, arrays: Any) -> None:

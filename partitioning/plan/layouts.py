@@ -52,6 +52,7 @@ from partitioning.rules import (
 )
 from partitioning.rules.checks import axis_problems
 from partitioning.state import Path, PathRules, nbytes, shape_of
+from partitioning.state.path_names import compiled
 
 # The mesh axes of each dimension; a tuple or list can replace the spec.
 SpecEntries = PartitionSpec | Sequence[MeshAxes] | str | None
@@ -88,12 +89,7 @@ def check_partition_rules(rules: Iterable[Any]) -> tuple[PartitionRule, ...]:
                     "a partition rule must be ('regular expression', PartitionSpec(...)), not "
                     f'{rule!r}'
                 )
-        try:
-            re.compile(checked[-1][0])
-        except re.error as error:
-            raise ValueError(
-                f'partition rule {rule!r} is not a valid regular expression: {error}'
-            ) from error
+        compiled(checked[-1][0], f'partition rule {rule!r}')
     if not checked:
         raise ValueError("there are no partition rules: layout='data_parallel' replicates all")
     return tuple(checked)

@@ -111,13 +111,7 @@ def make_row(
 ) -> PlanRow:
     """The row of an array, an abstract array or a Python number.
 
-    Args:
-      path: the place of the array in the state.
-      array: the array.
-      mesh: the mesh.
-      dimensions: one per dimension of the array, with mesh axes that divide it; `check_layout_of`
-        checks this.
-      role: what the array is for.
+    The mesh axes of its dimensions must divide them; `check_layout_of` checks this.
     """
     shape = shape_of(array)
     if not hasattr(array, 'dtype'):

@@ -225,9 +225,9 @@ def indivisible(
     size, shards = shape[dim], num_shards(axes, mesh)
     over = f'mesh {"axes" if len(axes) > 1 else "axis"} {", ".join(map(repr, axes))}'
     instead = 'None for the dimension' if name is None else f'({name!r}, None) as its rule'
-    choices = [f'a size of {_either(sizes_that_fit(size, shards))}', 'another mesh', instead]
+    choices = [f'a size of {either(sizes_that_fit(size, shards))}', 'another mesh', instead]
     if policies:
-        choices.append(f'on_indivisible={_either(policies)}')
+        choices.append(f'on_indivisible={either(policies)}')
     called = '' if name is None else f' ({name!r})'
     return Problem(
         'indivisible',
@@ -279,7 +279,7 @@ def _entries(spec: PartitionSpec) -> tuple[Any, ...]:
     return spec.partitions if hasattr(spec, 'partitions') else tuple(spec)
 
 
-def _either(values: Sequence[Any]) -> str:
+def either(values: Sequence[Any]) -> str:
     """Values in a sentence: `'replicate', 'drop_axis' or 'pad'`."""
     *others, last = map(repr, values)
     return f'{", ".join(others)} or {last}' if others else last

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from jax.sharding import PartitionSpec
 
-from partitioning.rules.checks import MeshAxes, as_tuple, sharding_axes
+from partitioning.rules.checks import MeshAxes, as_tuple, either, sharding_axes
 
 LogicalAxisRules = Sequence[tuple[str, MeshAxes]]
 OnUnmatched = Literal['error', 'replicate']
@@ -107,8 +107,7 @@ class AxisRules(tuple):
         ):
             value = getattr(rules, policy, 'error') if given is None else given
             if value not in allowed:
-                *others, last = map(repr, allowed)
-                raise ValueError(f'{policy} must be {", ".join(others)} or {last}, not {value!r}')
+                raise ValueError(f'{policy} must be {either(allowed)}, not {value!r}')
             setattr(made, policy, value)
         return made
 

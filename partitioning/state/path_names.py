@@ -45,7 +45,7 @@ def check_path_rules(rules: Iterable[Any]) -> tuple[tuple[str, tuple[Any, ...]],
                 or (isinstance(name, tuple) and all(isinstance(axis, str) for axis in name))
                 for name in names
             ):
-                _compiled(pattern)
+                compiled(pattern)
                 checked.append((pattern, tuple(names)))
             case _:
                 raise ValueError(
@@ -65,7 +65,7 @@ def match_paths(
     arrays: Mapping[Path, Texts], rules: Sequence[tuple[str, Any]], how: How = 'fullmatch'
 ) -> dict[Path, int]:
     """The index of the first rule that matches one of the strings of each array, by path."""
-    matches = [getattr(_compiled(pattern), how) for pattern, _ in rules]
+    matches = [getattr(compiled(pattern), how) for pattern, _ in rules]
     found = {}
     for path, texts in arrays.items():
         for index, match in enumerate(matches):
@@ -110,7 +110,7 @@ def replicating_rules(
         last = '|'.join(dict.fromkeys(by_path.values()))
         last = f'({last})' if '|' in last else last
         pattern = f'{above}/{last}' if above else last
-        taken = any(map(_compiled(pattern).fullmatch, others))
+        taken = any(map(compiled(pattern).fullmatch, others))
         rules += [(one, (None,) * rank) for one in (by_path if taken else [pattern])]
     return str(rules)
 
@@ -125,7 +125,7 @@ def check_all_used(arrays: Mapping[Path, Texts], rules: PathRules, used: Collect
 def why_unused(pattern: str, arrays: Mapping[Path, Texts], how: How = 'fullmatch') -> str:
     """Why a path rule takes no array, and what to do."""
     known = [texts[-1] for texts in arrays.values()]
-    match = getattr(_compiled(pattern), how)
+    match = getattr(compiled(pattern), how)
     if taken := [texts[-1] for texts in arrays.values() if any(map(match, texts))]:
         return f'earlier rules match {taken[0]} and everything else that it matches; move it up'
     return (
@@ -202,10 +202,10 @@ def _override_collection(variables: Mapping[str, Any], rules: PathRules) -> dict
 
 
 @functools.cache
-def _compiled(pattern: str) -> re.Pattern[str]:
+def compiled(pattern: str, rule: str = '') -> re.Pattern[str]:
+    """The regular expression of a rule, which is named `rule` if that is not valid."""
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ValueError(
-            f'path rule {pattern!r} is not a valid regular expression: {error}'
-        ) from error
+        named = rule or f'path rule {pattern!r}'
+        raise ValueError(f'{named} is not a valid regular expression: {error}') from error

@@ -170,12 +170,9 @@ def _tiling(mesh: Mesh | None, partition_spec: SpecLike) -> _Tiling:
 def _iota_text(shape: Sequence[int], order: Sequence[int]) -> str:
     """Returns text such as `<=[4,2]T(1,0)`, with as few dimensions as possible, as XLA does."""
     wide = [dim for dim, size in enumerate(shape) if size > 1]
-    runs: list[list[int]] = []  # Dimensions that stay next to each other are merged.
-    for dim in (wide.index(dim) for dim in order if dim in wide):
-        if runs and dim == runs[-1][-1] + 1:
-            runs[-1].append(dim)
-        else:
-            runs.append([dim])
+    kept = np.array([wide.index(dim) for dim in order if dim in wide])
+    # Dimensions that stay next to each other are merged.
+    runs = [run.tolist() for run in np.split(kept, np.flatnonzero(np.diff(kept) != 1) + 1)]
     ordered = sorted(runs)
     sizes = _joined(math.prod(shape[wide[dim]] for dim in run) for run in ordered)
     permutation = _joined(ordered.index(run) for run in runs)
