@@ -8,21 +8,15 @@ from typing import Any
 
 # Files of this project are at most ten deep. Python's own limit is near 1000, and a value that
 # just passes it breaks whatever walks through it afterwards.
-MAX_JSON_DEPTH = 64
+_MAX_DEPTH = 64
 
 
 def parse_json(
     text: str | bytes,
     *,
-    max_depth: int = MAX_JSON_DEPTH,
     object_pairs_hook: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None,
 ) -> Any:
-    """Parses JSON whose lists and objects are not nested too deeply.
-
-    Args:
-      text: the text, or its bytes in UTF-8.
-      max_depth: how many lists and objects may contain each other.
-      object_pairs_hook: makes an object from its (key, value) pairs, as in `json.loads`.
+    """Parses JSON, as `json.loads` does, whose lists and objects are not nested too deeply.
 
     Raises:
       ValueError: if the text is not JSON, or if it is nested more deeply.
@@ -33,12 +27,12 @@ def parse_json(
         pass
     else:
         level = [value]
-        for _ in range(max_depth + 1):
+        for _ in range(_MAX_DEPTH + 1):
             level = [x for x in level if isinstance(x, dict | list)]
             if not level:
                 return value
             level = [y for x in level for y in (x.values() if isinstance(x, dict) else x)]
-    raise ValueError(f'its lists and objects are nested more than {max_depth} deep')
+    raise ValueError(f'its lists and objects are nested more than {_MAX_DEPTH} deep')
 
 
 def printable(text: str) -> str:
