@@ -137,12 +137,7 @@ def default_options(devices: Iterable[Any]) -> tuple[CompilerOption, ...]:
 def change_options(
     options: Iterable[CompilerOption], changes: Mapping[str, OptionValue | None], reason: str
 ) -> tuple[CompilerOption, ...]:
-    """Returns options with other values, with more options, or without some.
-
-    Args:
-      options: the options.
-      changes: the value of each option to add or to replace; None removes it.
-      reason: why, for the options that are added or replaced.
+    """Returns options of which some are added or replaced, for this reason, or removed by None.
 
     Raises:
       ValueError: if a value cannot be the value of an option, or if None is to remove an option
@@ -328,10 +323,9 @@ def needed_memory(compiled: Any, mesh: MeshLike) -> int:
 
 
 def check_memory(compiled: Any, function: str, mesh: MeshLike) -> None:
-    """Checks a program for GPUs, whose compiler does not know how much memory they have.
+    """Raises OutOfMemoryError if a program needs more than the whole memory of a GPU.
 
-    Raises:
-      OutOfMemoryError: if the program needs more than the whole memory of the chip.
+    The compilers of other chips know how much memory they have.
     """
     chip = chip_of(getattr(_first_device(mesh), 'device_kind', ''))
     if chip is None or chip.platform != 'gpu':

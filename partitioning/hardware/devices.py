@@ -30,10 +30,8 @@ _stand_ins: contextvars.ContextVar[tuple[JaxDevice, ...] | None] = contextvars.C
 def stand_in_devices(devices: Iterable[JaxDevice]) -> Iterator[None]:
     """Inside, meshes are made of these devices wherever no devices or machine are named.
 
-    So a configuration that was written for the machine that it runs on can be laid out on another.
-
-    Args:
-      devices: the devices, for example from `describe_topology`.
+    So a configuration that was written for the machine that it runs on can be laid out on another,
+    such as one that `describe_topology` returns.
     """
     token = _stand_ins.set(tuple(devices))
     try:

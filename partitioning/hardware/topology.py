@@ -137,11 +137,7 @@ def describe_topology(
 
 
 def parse_topology(name: str) -> tuple[Chip, tuple[int, ...]]:
-    """Returns the chip and the arrangement of 'v5p:4x4x8' or 'v5p-256'.
-
-    Raises:
-      ValueError: for other names.
-    """
+    """Returns the chip and the arrangement of 'v5p:4x4x8' or 'v5p-256', or raises ValueError."""
     if isinstance(name, str):
         name = from_cloud_name(name) or name
     kind, _, arrangement = name.partition(':') if isinstance(name, str) else ('', '', '')

@@ -98,11 +98,7 @@ def _array(x: Any) -> str:
 
 
 def check_only_arrays(tree: Any, function: str) -> None:
-    """Checks that the result of a function can be stored in arrays; Python numbers can.
-
-    Raises:
-      ValueError: with the path of the first leaf that is not an array.
-    """
+    """Raises ValueError, with the path, if a result has a leaf that is no array and no number."""
     if tree is None:
         raise ValueError(f'{function} returned None: end it with `return state`')
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -146,13 +142,7 @@ def _way_out(x: Any, is_inside: bool) -> str:
 
 
 class TrainingSetup(NamedTuple):
-    """What a training loop needs.
-
-    Attributes:
-      state: the state, with each array in its shards.
-      step: the partitioned step. It reuses the buffers of the state that it is given.
-      data_spec: the spec of the batch.
-    """
+    """What a training loop needs; see `BasePartitioner.setup`."""
 
     state: Any
     step: PartitionedCallable
@@ -246,8 +236,7 @@ def returning_pairs(train_step: Callable[..., Any], specs: Any) -> Callable[...,
 def _state_and_rest(result: Any, state: Any, name: str) -> tuple[Any, Any]:
     """The state in the result of a step, and what comes after it.
 
-    Raises:
-      ValueError: if the result neither is nor begins with a state like the one before.
+    Raises ValueError if the result neither is nor begins with a state like the one before.
     """
     structure: Any = jax.tree.structure(state)
 

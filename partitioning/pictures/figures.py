@@ -20,11 +20,7 @@ def png_of(figure: Figure) -> bytes:
 
 
 def new_figure(inches: tuple[float, float]) -> Figure:
-    """An empty figure of a size in inches.
-
-    Raises:
-      RuntimeError: if matplotlib is not installed.
-    """
+    """An empty figure of a size in inches; a RuntimeError if matplotlib is not installed."""
     return _figure_class()(figsize=inches, dpi=120, layout='constrained')
 
 

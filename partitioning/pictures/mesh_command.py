@@ -77,10 +77,8 @@ def main(
 ) -> int:
     """Runs the command and returns its exit status: 2 if the flags do not describe a mesh.
 
-    Args:
-      arguments: the flags, by default the flags of this process.
-      parser: gets the flags, by default a parser of `python -m partitioning.mesh`.
-      with_picture: whether to draw where each device is in the mesh, as text.
+    By default, the arguments are those of this process, and the parser, which gets the flags, is
+    the one of `python -m partitioning.mesh`. The picture shows as text where each device is.
     """
     parser = parser or argparse.ArgumentParser(prog='python -m partitioning.mesh')
     parser.description = 'Shows the mesh of a machine: axes, networks, hops between neighbours.'

@@ -60,9 +60,6 @@ def lay_out_state(
 
     The parameters are laid out first; the state of the optimizer follows them, and every other
     array is laid out like a parameter. The plan gets the rules of the partitioner.
-
-    Raises:
-      ValueError: with the path of the first array that cannot have its layout.
     """
     flat = flatten_state(state)
     report = _plain if report is raise_problem else report
@@ -164,13 +161,10 @@ def _outside_optimizers(state: Any, entries: Sequence[Entry]) -> list[Entry]:
 
 
 def stacked_dimensions(shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """The dimension that counts layers, for each array that has one.
+    """The dimension that counts layers, for each array that has one, from the shapes by path.
 
     All arrays of a scanned subtree have this dimension, those that have only one dimension in a
     single layer too. It is the first dimension, or the second as T5X and MaxText stack layers.
-
-    Args:
-      shapes: the shape of each array, by path.
     """
     subtrees: dict[str, list[str]] = {}
     for path in shapes:

@@ -231,12 +231,7 @@ class RuleLayout:
 
 @dataclasses.dataclass(frozen=True)
 class WordLayout:
-    """The layout that a word selects.
-
-    Attributes:
-      word: 'fsdp' or 'data_parallel'.
-      axes: the mesh axes that 'fsdp' shards arrays over.
-    """
+    """The layout that a word selects; 'fsdp' shards arrays over these mesh axes."""
 
     word: LayoutWord
     axes: tuple[str, ...]

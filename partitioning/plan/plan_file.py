@@ -131,10 +131,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def row_from_json(row: Any, mesh: Mapping[str, int]) -> PlanRow:
-    """Makes a row from what `row_to_json` wrote, and checks the figures in the file against it.
+    """Makes a row from what `row_to_json` wrote.
 
-    Raises:
-      ValueError: if it is malformed, or if a figure contradicts its axes.
+    Raises ValueError if it is malformed, or if a figure in the file contradicts its axes.
     """
     if not isinstance(row, Mapping) or not isinstance(row.get('path'), str):
         raise ValueError(f'a row must be an object with a "path", not {row!r}')

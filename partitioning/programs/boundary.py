@@ -23,13 +23,7 @@ from partitioning.state.structures import KeyPath, pair_leaves
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartitionSettings:
-    """What `partition` was called with.
-
-    Attributes:
-      fn: the function.
-      in_axis_resources, out_axis_resources, static_argnums, donate_argnums, on_recompile,
-        compiler_options: the arguments of `BasePartitioner.partition`.
-    """
+    """The arguments of `BasePjitPartitioner.partition`."""
 
     fn: Callable[..., Any]
     in_axis_resources: Any
@@ -40,11 +34,7 @@ class PartitionSettings:
     compiler_options: Mapping[str, OptionValue] | None = None
 
     def on_any_mesh(self) -> PartitionSettings:
-        """The settings with the specs of shardings in place of the shardings.
-
-        Raises:
-          ValueError: if a resource is a sharding without a spec.
-        """
+        """The settings with the specs of shardings in place of the shardings; all must have one."""
         return dataclasses.replace(
             self,
             in_axis_resources=_without_mesh(self.in_axis_resources),
@@ -56,14 +46,8 @@ class PartitionSettings:
 class Boundary:
     """The arguments and the result of a partitioned function, with their layouts on its mesh.
 
-    Attributes:
-      arguments: the arguments of the function.
-      mesh: the mesh.
-      in_shardings: a tuple with one entry per argument that is not static, or one sharding for all.
-        None is the layout that an argument has.
-      out_shardings: the shardings of the result.
-      static: the positions of static arguments.
-      donated: the positions of donated arguments.
+    `in_shardings` is a tuple with one entry per argument that is not static, or one sharding for
+    all. None is the layout that an argument has. `static` and `donated` are positions of arguments.
     """
 
     arguments: Arguments
@@ -110,11 +94,7 @@ class Argument(NamedTuple):
 
 
 def find_boundary(settings: PartitionSettings, mesh: Mesh) -> Boundary:
-    """The boundary on a mesh that settings describe.
-
-    Raises:
-      ValueError: if a setting does not fit the signature of the function, or the mesh.
-    """
+    """The boundary on a mesh that settings describe; they must fit the function and the mesh."""
     arguments = Arguments(settings.fn)
     static = arguments.check_indices(settings.static_argnums, 'static_argnums')
     donated = arguments.check_indices(settings.donate_argnums, 'donate_argnums')

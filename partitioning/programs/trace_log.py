@@ -153,11 +153,7 @@ class TraceLog:
         return self.count + len(self._relayouts)
 
     def start(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Records the arguments of a trace.
-
-        Raises:
-          RecompilationError: if it is not the first trace, and the policy is 'error'.
-        """
+        """Records the arguments of a trace; under 'error', a second one is a RecompilationError."""
         static = {self._arguments.name(i) for i in positions(self._static, len(args))}
         traced = {
             name: StaticValue(value) if name in static else jax.tree.map(abstract, value)

@@ -35,11 +35,7 @@ def sharding_axes(entry: Any) -> tuple[str, ...]:
 
 
 def axis_sizes(mesh: MeshLike) -> Mapping[str, int]:
-    """The size of each axis of a mesh, in the order of the mesh.
-
-    Raises:
-      ValueError: if `mesh` is neither a mesh nor a mapping of axis names to sizes.
-    """
+    """The size of each axis of a mesh, in the order of the mesh; other types are a ValueError."""
     if not isinstance(mesh, Mesh | AbstractMesh | Mapping):
         raise ValueError(
             f"mesh={mesh!r} must be a mesh or the size of each axis, such as {{'data': 4}}"

@@ -90,13 +90,7 @@ class Entry(NamedTuple):
 
 
 class FlatState(NamedTuple):
-    """A state with its leaves, which are collected once.
-
-    Attributes:
-      state: the state.
-      entries: the leaves. Each carrier of names is one leaf.
-      treedef: the tree that the leaves make.
-    """
+    """A state with its leaves, which are collected once. Each carrier of names is one leaf."""
 
     state: Any
     entries: Sequence[Entry]

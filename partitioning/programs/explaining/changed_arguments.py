@@ -24,9 +24,7 @@ class _Change(NamedTuple):
 def describe_changes(pairs: Sequence[tuple[_Record, _Record]]) -> str:
     """Describes the first difference between two compilations, and counts the others.
 
-    Args:
-      pairs: what was compiled before and after: the abstract arguments by name, or the shardings of
-        keyword arguments by path.
+    Each pair has the abstract arguments by name, or the shardings of keyword arguments by path.
     """
     changes = [change for before, after in pairs for change in _changes(before, after)]
     if not changes:
