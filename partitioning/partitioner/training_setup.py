@@ -177,12 +177,7 @@ class Step(PjittedFnWithContext):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=['values'], meta_fields=['kind'])
 @dataclasses.dataclass(frozen=True)
 class _Rest:
-    """A result without its state.
-
-    Attributes:
-      values: the other entries of the result.
-      kind: the type of the result, such as list; None if it was only a state.
-    """
+    """A result without its state. Its kind is its type, such as list; None for only a state."""
 
     values: tuple[Any, ...]
     kind: type | None

@@ -37,12 +37,9 @@ _COLORS = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231,
 
 
 class Panel(NamedTuple):
-    """The blocks along two dimensions, at one place along all others.
+    """The blocks along two dimensions, by row and column, at one place along all others.
 
-    Attributes:
-      place: the range of each dimension that is sharded but not drawn, by the number of the
-        dimension.
-      rows: the blocks, by row and column.
+    The place has the range of each dimension that is sharded but not drawn, by its number.
     """
 
     place: Mapping[int, Range]

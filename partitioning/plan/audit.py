@@ -43,10 +43,7 @@ _RANKED = 10  # the number of replicated arrays that a table lists
 class Cost(NamedTuple):
     """An array that costs a device more than it should, or that is not where the plan puts it.
 
-    Attributes:
-      row: the array.
-      bytes_per_device: the bytes that one device holds only because of the cause.
-      reason: the cause.
+    One device holds `bytes_per_device` only because of the reason.
     """
 
     row: PlanRow

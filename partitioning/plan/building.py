@@ -49,11 +49,7 @@ class PlanBuilder:
 
     Subclasses decide about parameters and about arrays that follow none. By default, the names of a
     parameter are its dimensions, as in a walk with `exact`, and other arrays are replicated.
-
-    Attributes:
-      mesh: the mesh, or the sizes of its axes.
-      report: receives every problem.
-      covered: rows of arrays inside a subtree without names.
+    `report` receives every problem. `covered` are rows of arrays inside a subtree without names.
     """
 
     mesh: MeshLike

@@ -163,12 +163,9 @@ def with_names(
 
 @dataclasses.dataclass(frozen=True)
 class RuleLayout:
-    """The layout that partition rules give.
+    """The layout that partition rules give, with the policies for arrays and sizes that do not fit.
 
-    Attributes:
-      rules: the rules in order of priority; see `check_partition_rules`.
-      policies: the policy for arrays that no rule matches, and the one for sizes that their mesh
-        axes do not divide.
+    The rules are in order of priority, as `check_partition_rules` returns them.
     """
 
     rules: tuple[PartitionRule, ...]

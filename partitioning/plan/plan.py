@@ -36,9 +36,7 @@ from partitioning.state.traversal import StateTree
 class Unplanned(NamedTuple):
     """A node of the state that is not one array: a subtree, or a missing array.
 
-    Attributes:
-      names: the logical axes that the state gives it.
-      spec: its spec; None if the state names no axes.
+    The names are the logical axes that the state gives it. The spec is None if it gives none.
     """
 
     names: AxisNames

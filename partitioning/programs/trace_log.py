@@ -29,13 +29,9 @@ def positions(indices: Sequence[int], count: int) -> set[int]:
 
 
 class Arguments:
-    """What a function accepts.
+    """What a function accepts: the names of its positional parameters, or any number of arguments.
 
-    Attributes:
-      function: the name of the function.
-      signature: its signature, or None if Python does not know it, as for some C functions.
-      positional: the names of its positional parameters.
-      unlimited: whether it takes any number of positional arguments.
+    The signature is None if Python does not know it, as for some C functions.
 
     Raises:
       ValueError: if `fn` cannot be called.

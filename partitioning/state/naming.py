@@ -101,14 +101,10 @@ def named_arrays(
 
 
 class RuleTarget(NamedTuple):
-    """An array that a path rule can name.
+    """An array, without its carrier, that a path rule can name.
 
-    Attributes:
-      path: its path in the state.
-      texts: the strings that a regular expression may match, the shortest last.
-      array: the array, without its carrier.
-      is_parameter: whether the array is a parameter, which needs names.
-      has_names: whether it carries names, which a path rule would replace.
+    A regular expression may match any of the texts. The shortest is the last. Only a parameter
+    needs names. A path rule would replace the names that the array has.
     """
 
     path: Path
