@@ -47,13 +47,10 @@ class Variable:
 
 
 def describe_variables(params: Any, sparse: Sequence[str] = ()) -> tuple[Variable, ...]:
-    """The variables of a tree of parameters, in the order of the tree.
+    """The variables of a tree of parameters or an nnx module, in the order of the tree.
 
-    jax sorts the keys of a dict; a collections.OrderedDict keeps the order of creation.
-
-    Args:
-      params: a pytree of arrays or ShapeDtypeStructs, linen variables, or an nnx module.
-      sparse: the paths of variables with sparse gradients, or regular expressions that match them.
+    jax sorts the keys of a dict; a collections.OrderedDict keeps the order of creation. `sparse`
+    has the paths of variables with sparse gradients, or regular expressions that match them.
 
     Raises:
       ValueError: if there are no variables, or if an entry of `sparse` is not a regular expression

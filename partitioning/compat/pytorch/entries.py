@@ -95,11 +95,8 @@ def resolve_entries(
 ) -> tuple[Any, Plan]:
     """Applies the Sharders of a plan, and resolves the layout of each array.
 
-    Returns:
-      The module with the results of the Sharders (an nnx module is changed in place), and the plan.
-
-    Raises:
-      TypeError, ValueError: as `ShardingPlan.resolve`.
+    It returns the module with the results of the Sharders (an nnx module is changed in place), and
+    the plan; it raises what `ShardingPlan.resolve` does.
     """
     module, entries = _apply_sharders(plan, module, mesh)
     rest = None if plan else 'the plan is empty, so every array is replicated'

@@ -128,15 +128,10 @@ class Places:
         )
 
     def match(self, pattern: str, *, modules: bool = False) -> list[Path]:
-        """The paths that a pattern matches as a whole.
+        """The paths, of modules too if they count, that a pattern matches as a whole.
 
-        Args:
-          pattern: keys separated by '/' or, if it has no '/', by '.'. '*' and '?' stand for
-            parts of one key, and '**' for any number of keys.
-          modules: whether modules match too.
-
-        Raises:
-          ValueError: if no path matches.
+        Its keys are separated by '/' or, if it has no '/', by '.'. '*' and '?' stand for parts of
+        one key, and '**' for any number of keys. Raises ValueError if no path matches.
         """
         text = pattern if '/' in pattern else pattern.replace('.', '/')
         parts = re.split(r'(\*\*/|\*\*|\*|\?)', text.removeprefix('params/'))
@@ -155,11 +150,7 @@ class Places:
 
 
 def subtree(tree: Any, path: Sequence[str]) -> Any:
-    """The node at a path of a pytree or an nnx module.
-
-    Raises:
-      LookupError: if the path does not exist.
-    """
+    """The node at a path of a pytree or an nnx module; LookupError if the path does not exist."""
     for key in path:
         tree = _children(tree)[key]
     return tree
