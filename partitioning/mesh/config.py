@@ -207,11 +207,10 @@ class MeshConfig:
 
     # A configuration never changes, so a copy of one is itself.
 
-    def __copy__(self) -> Self:
+    def __deepcopy__(self, memo: Any = None) -> Self:
         return self
 
-    def __deepcopy__(self, memo: Any) -> Self:
-        return self
+    __copy__ = __deepcopy__
 
     def __getstate__(self) -> dict[str, Any]:
         if self.devices is not None:

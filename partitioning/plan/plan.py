@@ -294,11 +294,10 @@ class Plan:
 
     # A plan never changes, so a copy of one is itself.
 
-    def __copy__(self) -> Plan:
+    def __deepcopy__(self, memo: Any = None) -> Plan:
         return self
 
-    def __deepcopy__(self, memo: Any) -> Plan:
-        return self
+    __copy__ = __deepcopy__
 
     def __reduce__(self) -> Any:
         """A pickle holds what a plan file holds, and the rules, but no devices and no program."""

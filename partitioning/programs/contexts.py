@@ -75,11 +75,10 @@ class PjittedFnWithContext:
 
     # As for a plain function, a copy is the function itself, and an attribute of a class a method.
 
-    def __copy__(self) -> Self:
+    def __deepcopy__(self, memo: Any = None) -> Self:
         return self
 
-    def __deepcopy__(self, memo: Any) -> Self:
-        return self
+    __copy__ = __deepcopy__
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
