@@ -6,11 +6,10 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jax.sharding import Mesh
 
 from partitioning.hardware.chips import GIB
 from partitioning.pictures.figures import TICKS, new_figure
-from partitioning.plan.audit import ROLES, Audit, check_bytes
+from partitioning.plan.audit import ROLES, Audit, bytes_by_device, check_bytes
 from partitioning.rules import describe_axes
 
 if TYPE_CHECKING:
@@ -93,16 +92,9 @@ def bytes_by_role(audit: Audit) -> dict[str, dict[int, int]]:
 
     Arrays that are not where the plan puts them are counted separately.
     """
-    ids = audit.bytes_by_device
-    mesh = {*ids}
-    if isinstance(audit.mesh, Mesh):
-        mesh = {device.id for device in audit.mesh.devices.flat}
-    held = {}
-    wrong = {cost.row.path for cost in audit.misplaced}
-    for role in ROLES:
-        rows = (row for row in audit.rows if row.role == role and row.path not in wrong)
-        each = sum(row.bytes_per_device for row in rows)
-        held[role] = {device: each if device in mesh else 0 for device in ids}
+    ids, wrong = audit.bytes_by_device, {cost.row.path for cost in audit.misplaced}
+    placed = bytes_by_device([r for r in audit.rows if r.path not in wrong], audit.mesh, {})
+    held = {role: {d: placed[d][role] if d in placed else 0 for d in ids} for role in ROLES}
     rest = {device: total - sum(h[device] for h in held.values()) for device, total in ids.items()}
     return {**held, _MISPLACED: rest}
 

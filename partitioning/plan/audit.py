@@ -217,7 +217,7 @@ def audit_rows(
             )
             costs.append(Cost(row, _more_than_even(row, mesh), why))
         laid_out.append(row)
-    held_by_device = _bytes_by_device(laid_out, mesh, actual)
+    held_by_device = bytes_by_device(laid_out, mesh, actual)
     totals = {device: sum(roles.values()) for device, roles in held_by_device.items()}
     fullest = held_by_device[max(totals, key=lambda device: totals[device])]
     audit = Audit(
@@ -292,7 +292,7 @@ def _misplaced(rows: Sequence[PlanRow], mesh: MeshLike, state: Any) -> dict[str,
     return found
 
 
-def _bytes_by_device(
+def bytes_by_device(
     rows: Sequence[PlanRow], mesh: MeshLike, actual: Mapping[str, Sharding]
 ) -> dict[int, collections.Counter[str]]:
     """What each device holds of each role, in bytes."""
