@@ -216,7 +216,13 @@ def axis_rings(
     granules = granules_of(devices, granule_size=granule_size)
     number = {d.id: i for i, granule in enumerate(granules) for d in granule}
     granule = np.array([number[d.id] for d in devices]).reshape(mesh.devices.shape)
-    torus, places = _on_torus(mesh, wrap)
+    torus, places = _on_torus(mesh)
+    if wrap is not None:
+        if torus is None or isinstance(wrap, str) or len(tuple(wrap)) != 3:
+            raise ValueError(
+                f'wrap={wrap!r} must be three booleans, for x, y and z, and needs TPUs'
+            )
+        torus = dataclasses.replace(torus, wrap=(*map(bool, wrap), False))
     fast, slow = 'NVLink' if devices[0].platform == 'gpu' else 'memory', 'network'
     if torus is not None:
         fast, slow = 'ICI', 'DCN'
@@ -226,7 +232,7 @@ def axis_rings(
         networks = [n for n, there in ((fast, ~crosses), (slow, crosses)) if there.any()]
         mean = worst = None
         if torus is not None and not crosses.all():
-            hops = hops_to_next(torus, places, axis)[~crosses]
+            hops = hops_to_next(torus, places.reshape(*crosses.shape, 4), axis)[~crosses]
             mean, worst = float(hops.mean()), int(hops.max())
         rings.append(AxisRing(name, size, ' + '.join(networks) if size > 1 else '-', mean, worst))
     return rings
@@ -284,24 +290,17 @@ def find_placement(mesh: Mesh) -> Placement:
     devices = mesh.devices.ravel().tolist()
     number = {s: i for i, s in enumerate(sorted({slice_of(d) for d in devices}))}
     slices = np.array([number[slice_of(d)] for d in devices])
-    inside = places_of(devices)
+    torus, inside = _on_torus(mesh)
     places = tuple(map(tuple, np.column_stack([slices, inside]).tolist()))
-    if not has_coords(devices[0]):
+    if torus is None:
         return Placement(bounds=(), wrap=(), places=places)
-    torus = torus_of(devices[0], (inside.max(axis=0) + 1).tolist())
     return Placement(bounds=torus.bounds[:3], wrap=torus.wrap[:3], places=places)
 
 
-def _on_torus(mesh: Mesh, wrap: Sequence[bool] | None) -> tuple[Torus | None, np.ndarray]:
-    """Returns the torus of each slice, or None if there is none, and places, of `(*mesh, 4)`."""
+def _on_torus(mesh: Mesh) -> tuple[Torus | None, np.ndarray]:
+    """Returns the torus of each slice, or None if there is none, and the places of all devices."""
     devices = mesh.devices.ravel().tolist()
-    on_torus = all(has_coords(d) for d in devices)
-    if wrap is not None and (not on_torus or isinstance(wrap, str) or len(tuple(wrap)) != 3):
-        raise ValueError(f'wrap={wrap!r} must be three booleans, for x, y and z, and needs TPUs')
-    if not on_torus:
-        return None, np.empty((*mesh.devices.shape, 0))
-    places = np.array([(*d.coords, 0) for d in devices], dtype=np.int64)
-    torus = torus_of(devices[0], (places.max(axis=0) - places.min(axis=0) + 1).tolist())
-    if wrap is not None:
-        torus = dataclasses.replace(torus, wrap=(*map(bool, wrap), False))
-    return torus, places.reshape(*mesh.devices.shape, 4)
+    places = places_of(devices)
+    if not has_coords(devices[0]):
+        return None, places
+    return torus_of(devices[0], (places.max(axis=0) + 1).tolist()), places
