@@ -22,11 +22,10 @@ from partitioning.compat.pytorch.trees import (
     subtree,
 )
 from partitioning.plan import Plan, PlanRow, make_row
-from partitioning.plan.rows import SMALL
+from partitioning.plan.rows import SMALL, check_layout_of
 from partitioning.rules import (
     AxisRules,
     check_definite,
-    check_layout,
     check_spec,
     describe_axes,
     dimension_axes,
@@ -75,9 +74,7 @@ def place(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
     sharding = NamedSharding(mesh, spec)
 
     def one(path: Any, x: Any) -> Any:
-        where = path_str(path) or 'the array'
-        check_definite(spec, where)
-        check_layout(spec, mesh, where, shape_of(x))
+        check_layout_of(path_str(path) or 'the array', shape_of(x), spec, mesh)
         return placed(x, sharding)
 
     return jax.tree_util.tree_map_with_path(one, tree)

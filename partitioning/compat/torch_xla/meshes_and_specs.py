@@ -120,9 +120,7 @@ def mesh_or_global(mesh: Mesh | None) -> Mesh:
 
 def get_logical_mesh(mesh: Mesh | None) -> np.ndarray:
     """Returns the device ids of a mesh, as an array of its shape."""
-    devices = mesh_or_global(mesh).devices
-    ids = np.fromiter((device.id for device in devices.flat), dtype=np.int64, count=devices.size)
-    return ids.reshape(devices.shape)
+    return mesh_or_global(mesh).device_ids.copy()  # jax keeps its array
 
 
 def get_axis_name_idx(mesh: Mesh | None, name: str) -> int | None:
