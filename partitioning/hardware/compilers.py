@@ -236,8 +236,10 @@ def explain_refusal(platform: str, written: str, values: tuple[str, ...]) -> str
 
 
 _UNKNOWN_OPTION = re.compile(r"No such compile option: '([^']*)'")
-_BAD_VALUE = re.compile(r"While setting option (\S+), '(.*)' is not a valid (\w+) value")
-_UNREADABLE = re.compile(r"Failed to parse '(.*)' into flag (\S+?):")  # of libtpu
+_BAD_VALUE = re.compile(
+    r"While setting option (?P<name>\S+), '(?P<value>.*)' is not a valid (?P<kind>\w+) value"
+)
+_UNREADABLE = re.compile(r"Failed to parse '(?P<value>.*)' into flag (?P<name>\S+?):")  # of libtpu
 _WRITTEN = {'bool': 'True or False', 'int32': 'an integer', 'int64': 'an integer'}
 # libtpu 0.0.52: 'Ran out of memory on HBM, the total memory required for HLO temporaries (40.25G)
 # exceeds available HBM (15.75G)'. The units are powers of 1024.
@@ -292,16 +294,12 @@ def explain_compiler_error(error: Exception, function: str, mesh: MeshLike) -> V
             f'{function}: the compiler for {devices} has no option {unknown[1]!r}: remove it from '
             'the compiler options, or correct its name'
         )
-    if bad := _BAD_VALUE.search(text):
-        name, value, kind = bad.groups()
-        written = _WRITTEN.get(kind, f'a value of type {kind}')
+    if bad := _BAD_VALUE.search(text) or _UNREADABLE.search(text):
+        kind = bad.groupdict().get('kind')
+        written = _WRITTEN.get(kind, f'a value of type {kind}') if kind else 'another value'
         return ValueError(
-            f'{function}: the compiler option {name!r} cannot be {value!r}: write {written}'
-        )
-    if unreadable := _UNREADABLE.search(text):
-        value, name = unreadable.groups()
-        return ValueError(
-            f'{function}: the compiler option {name!r} cannot be {value!r}: write another value'
+            f'{function}: the compiler option {bad["name"]!r} cannot be {bad["value"]!r}: write '
+            f'{written}'
         )
     return None
 

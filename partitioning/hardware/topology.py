@@ -316,12 +316,7 @@ def from_cloud_name(name: str) -> str | None:
         return f'{chip}:{size}'
     count, rest = divmod(int(size), per_chip)
     flat = CHIPS[chip].dimensions == 2
-    shape: tuple[int, ...] | None = None
-    if flat and not rest and count in _sizes(chip):
-        shape = _PLANES[count]
-    elif not flat and not rest:
-        shape = _cuboid(chip, count)
-    if shape is None:
+    if rest or count not in _sizes(chip):
         counted = f'{per_chip} TensorCores per chip' if per_chip > 1 else 'chips'
         sizes = [n * per_chip for n in _sizes(chip)]
         nearest_size = min(sizes, key=lambda n: abs(math.log(n / int(size))))
@@ -329,16 +324,14 @@ def from_cloud_name(name: str) -> str | None:
             f'no machine {name!r} is offered, whose number counts {counted}: write, for example, '
             f"'{kind}-{nearest_size}', or its chips as in '{chip}:{'4x4' if flat else '4x4x4'}'"
         )
-    return f'{chip}:{"x".join(map(str, shape))}'
+    return f'{chip}:{_by(_PLANES[count] if flat else _cuboid(count))}'
 
 
-def _cuboid(chip: str, count: int) -> tuple[int, ...] | None:
+def _cuboid(count: int) -> tuple[int, ...]:
     """The arrangement of a part of a cube, or of whole cubes that is closest to a cube."""
     if count in _PARTS:
         return _PARTS[count]
-    cubes, rest = divmod(count, _CUBE**3)
-    if rest or not 1 <= cubes <= _MOST_CUBES[chip]:
-        return None
+    cubes = count // _CUBE**3
     shapes = [
         (x, y, cubes // (x * y))
         for x in range(1, cubes + 1)
