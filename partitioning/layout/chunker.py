@@ -113,16 +113,8 @@ class LocalChunker:
         """Every shard of an array that this process holds, each as a chunk; works on any mesh.
 
         If each process writes the chunks whose `replica_id` is 0, every element of the array is
-        written exactly once.
-
-        Args:
-          global_shape: the shape of the array.
-          mesh_axes: for each dimension, the mesh axis, axes or None that shard it.
-          on_indivisible: as in `get_local_chunk_info`.
-
-        Raises:
-          ValueError: if the ranks differ, if an axis does not exist or appears twice, or if a size
-            does not divide.
+        written exactly once. The arguments and errors are those of `get_local_chunk_info`, but the
+        shards need not form one chunk.
         """
         shape, axes, ownership = self._ownership(global_shape, mesh_axes, on_indivisible)
         chunks = []

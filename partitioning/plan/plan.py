@@ -162,14 +162,8 @@ class Plan:
     def compile_init(self, *args: Any) -> Callable[..., Any]:
         """Compiles what `init` runs, so that a program can do so while it compiles something else.
 
-        Args:
-          *args: arguments of the init function, with the shapes and dtypes it was planned for.
-
-        Returns:
-          The compiled function, which takes such arguments and returns the state.
-
-        Raises:
-          ValueError: as in `init`.
+        The arguments and errors are those of `init`. The result takes such arguments and returns
+        the state.
         """
         program = self._program()
         compiled = program.jit_for(self, *args).lower(*args).compile()
