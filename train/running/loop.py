@@ -31,6 +31,8 @@ class Due(NamedTuple):
       saving: whether the state is saved.
       writing: whether the training metrics are written.
       reading: whether the host waits for the training metrics and reads them.
+      stopping: whether a signal ends the run after this step. This saves the state as well, but
+        writes no more metrics, so a resumed run has the same metrics as a run without signals.
     """
 
     evaluators: dict[str, Any]
@@ -38,22 +40,12 @@ class Due(NamedTuple):
     saving: bool
     writing: bool
     reading: bool
+    stopping: bool
 
 
-def find_due(
-    run: Run, evaluators: Mapping[str, Any], saved: Checkpoints, step: int, *, stopping: bool
-) -> Due:
-    """Finds what a run does after a step.
-
-    Args:
-      run: the run.
-      evaluators: its prepared evaluators, by name.
-      saved: its checkpoints.
-      step: the step.
-      stopping: whether a signal ends the run after this step. This saves the state as well, but
-        writes no more metrics, so a resumed run has the same metrics as a run without signals.
-    """
-    last = step == run.config.total_steps
+def find_due(run: Run, evaluators: Mapping[str, Any], saved: Checkpoints, step: int) -> Due:
+    """Finds what a run does after a step, given its prepared evaluators by name."""
+    stopping, last = signals.received() is not None, step == run.config.total_steps
     due = {name: e for name, e in evaluators.items() if is_due(e, step, run.config.total_steps)}
     others = {name: one for name, one in evaluators.items() if name not in due}
     checkpoints = run.config.checkpoints
@@ -61,7 +53,7 @@ def find_due(
     writing = bool(due) or last or checkpoints.plans(step) or step % run.config.log_every == 0
     saving = saved.is_due(step, ending=last)
     saving = saving or (stopping and not last and checkpoints.saves_anything)
-    return Due(due, others, saving, writing, reading=writing or saving)
+    return Due(due, others, saving, writing, writing or saving, stopping)
 
 
 def evaluate_at_start(

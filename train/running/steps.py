@@ -54,25 +54,15 @@ def make_train_step(
         'skip' also keeps the state as it is, but for its step, if anything is not finite.
     """
 
-    def gradients(params: Any, batch: Batch, rng: jax.Array, variables: Any) -> tuple[Any, Loss]:
-        def loss(params: Any) -> tuple[jax.Array, Loss]:
-            result = compute_loss(objective, params, batch, rng, variables)
-            if num_microbatches > 1:
-                return result.total, result
-            # Divided before the backward pass, as in T5X: optimizers that divide by tiny second
-            # moments amplify any other rounding.
-            return result.total / jax.lax.stop_gradient(
-                objective.divisor(result.sums, batch)
-            ), result
-
-        grads, result = jax.grad(loss, has_aux=True)(params)
-        dtype = gradient_dtype if num_microbatches == 1 else accumulation_dtype
-        return jax.tree.map(lambda g: g.astype(dtype), grads), result
+    whole = num_microbatches == 1
+    gradients = functools.partial(
+        _compute_gradients, objective, whole, gradient_dtype if whole else accumulation_dtype
+    )
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         rng = jax.random.fold_in(key, state.step)
         variables = state.flax_mutables or {}
-        if num_microbatches == 1:
+        if whole:
             grads, (_, sums, variables) = gradients(state.params, batch, rng, variables)
         else:
             parts = jax.tree.map(lambda x: _split_batch(x, num_microbatches, data_spec), batch)
@@ -102,6 +92,30 @@ def make_train_step(
         return new_state, metrics
 
     return train_step
+
+
+def _compute_gradients(
+    objective: Objective,
+    divides: bool,
+    dtype: GradientDType,
+    params: Any,
+    batch: Batch,
+    rng: jax.Array,
+    variables: Any,
+) -> tuple[Any, Loss]:
+    """The gradients of the loss of a batch, or of its sum unless `divides`, and the loss."""
+
+    def loss(params: Any) -> tuple[jax.Array, Loss]:
+        result = compute_loss(objective, params, batch, rng, variables)
+        if not divides:
+            return result.total, result
+        # Divided before the backward pass, as in T5X: optimizers that divide by tiny second
+        # moments amplify any other rounding.
+        divisor = jax.lax.stop_gradient(objective.divisor(result.sums, batch))
+        return result.total / divisor, result
+
+    grads, result = jax.grad(loss, has_aux=True)(params)
+    return jax.tree.map(lambda g: g.astype(dtype), grads), result
 
 
 def _sum_over_microbatches(

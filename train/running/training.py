@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
+from collections.abc import Mapping
 from contextlib import closing
-from typing import cast
+from typing import Any, cast
 
 import jax
 
 from partitioning import TrainState
-from train.checkpoints import open_checkpoints
+from train.checkpoints import Checkpoints, open_checkpoints
 from train.config import TrainConfig
+from train.data import Feed
 from train.evaluators.evaluator import prepare_evaluators
 from train.machine.devices import collect_garbage, must_wait_for_steps
 from train.processes import signals
@@ -20,10 +23,11 @@ from train.processes.together import taking_part
 from train.processes.watchdog import Watchdog
 from train.reporting.console import RunConsole
 from train.reporting.meter import Meter, Profiler, StartClock, format_figures
-from train.reporting.writers import open_writers
+from train.reporting.writers import Writers, open_writers
 from train.running.checks import agree_on_layout, agree_on_settings, check_plan
-from train.running.health import Health
+from train.running.health import Health, NotFinite
 from train.running.loop import (
+    Due,
     completing,
     evaluate_at_start,
     evaluate_until_signal,
@@ -34,8 +38,8 @@ from train.running.loop import (
     report_results,
     report_skips,
 )
-from train.running.programs import Compilation
-from train.running.run import prepare, report_run
+from train.running.programs import Compilation, Programs
+from train.running.run import Run, prepare, report_run
 from train.running.start import (
     find_start,
     open_feed,
@@ -43,6 +47,7 @@ from train.running.start import (
     roll_back,
     write_run_files,
 )
+from train.running.steps import Metrics
 from train.running.stopping import StopConditions
 
 
@@ -87,10 +92,9 @@ def _train(
     agree_on_settings(config)
     prepared = prepare(config, console)
     agree_on_layout(prepared)
-    plan, directory = prepared.plan, prepared.directory
     if expect_plan is not None:
-        check_plan(plan, expect_plan)
-    saved = open_checkpoints(config.checkpoints, directory)
+        check_plan(prepared.plan, expect_plan)
+    saved = open_checkpoints(config.checkpoints, prepared.directory)
     start = find_start(prepared, saved)
     run = prepared.from_step(start.step)
     report_run(run)
@@ -101,105 +105,176 @@ def _train(
         run = prepared.from_step(start.step)
         feed = open_feed(run, start.step)
         evaluators = prepare_evaluators(run)
-    train_step, init, flops = compilation.programs
-    config, step, last_step = run.config, start.step, run.config.total_steps
+    programs = compilation.programs
 
     # ---- state: restored, or created on its devices
     saved.texts = write_run_files(run)
     saved.check_writable()
-    if init is None:
+    if programs.init is None:
         state = cast(TrainState, restored)
         verb = 'resumed' if start.source is saved else 'restored'
         console.say(f'{verb} from {start.source.origin(start.restored or 0)}', style='bold')
     else:
-        state = init(run.key)
-    plan.check(state)
+        state = programs.init(run.key)
+    run.plan.check(state)
     with console.phase('opening the metrics'):
         writers = open_writers(
-            config.writers, directory, step, config.metrics_on_failure, console.say
+            config.writers, run.directory, start.step, config.metrics_on_failure, console.say
         )
     if writers.num_dropped:
-        console.say(f'dropped {writers.num_dropped} metrics records after step {step}')
-    stop_conditions = StopConditions(config.stop_when)
-    scores = evaluate_at_start(run, start, evaluators, state, writers)
-    if reason := stop_conditions.check(scores):
-        console.say(f'step {step}: stopping early, because {reason}')
+        console.say(f'dropped {writers.num_dropped} metrics records after step {start.step}')
 
     # ---- loop: the host dispatches steps ahead of the devices, and waits only to log
+    scores = evaluate_at_start(run, start, evaluators, state, writers)
+    loop = Loop(run, start.step, programs, clock, feed, evaluators, saved, writers)
+    loop.check_end(scores)
     signals.defer()
-    with (
-        completing(saved, console.say),
-        closing(writers),
-        closing(feed),
-        collect_garbage(config.collect_garbage_every) as collect,
-        console.training(step, last_step),
-        closing(Profiler(directory / 'profile', config.profile_steps)) as profiler,
-    ):
-        devices, starting = config.partitioner.mesh.devices.ravel(), dict[str, float]()
-        meter = Meter(run.batch, devices, total_steps=last_step, step=step, flops=flops)
-        health = Health(
+    state = loop.train(state)
+    report_results(run, saved, writers)
+    return state
+
+
+@dataclasses.dataclass
+class Loop:
+    """The training loop.
+
+    Attributes:
+      run: the run.
+      step: the last step that has begun.
+      programs: the compiled programs.
+      clock: measures how long the run takes to start.
+      feed: the batches.
+      evaluators: the prepared evaluators, by name.
+      saved: the checkpoints.
+      writers: where metrics go.
+      reason: why the run ends early, or None.
+    """
+
+    run: Run
+    step: int
+    programs: Programs
+    clock: StartClock
+    feed: Feed
+    evaluators: Mapping[str, Any]
+    saved: Checkpoints
+    writers: Writers
+    reason: str | None = None
+
+    def __post_init__(self) -> None:
+        config, step = self.run.config, self.step
+        self._first_step, self._last_step = step + 1, config.total_steps
+        self._starting = dict[str, float]()  # the times of the start, until they are written
+        self._stop_conditions = StopConditions(config.stop_when)
+        self._meter = Meter(
+            self.run.batch,
+            config.partitioner.mesh.devices.ravel(),
+            total_steps=config.total_steps,
+            step=step,
+            flops=self.programs.flops,
+        )
+        self._health = Health(
             config.not_finite,
             max_skips=config.max_skips,
             max_roll_backs=config.max_roll_backs,
             first_step=step,
         )
-        while step < last_step and not reason:
-            step += 1
-            console.activity.begin_step(step)
-            profiler.before(step)
-            with console.activity.doing(f'the input of step {step}'):
-                batch = next(feed)
-            state, metrics = train_step(state, batch)
-            if step == start.step + 1:
-                wait_for_devices(metrics)
-                line, starting = clock.report(console.seconds)
-                console.say(line)
-            health.note(step, metrics)
-            for hook in config.hooks:
-                hook(state, step, metrics)
-            stopping = signals.received() is not None
-            due = find_due(run, evaluators, saved, step, stopping=stopping)
-            if due.reading or jax.process_count() == 1:
-                report_failed_save(run, saved, step)
-            scalars = dict[str, float]()
-            if due.reading:
-                found = health.look()
-                report_skips(run, found.skipped, writers)
-                if found.bad is not None:
-                    newest = find_newest(saved)
-                    console.say(health.go_back(found.bad, newest, last_step))
-                    del state, metrics  # The memory is needed for the state that is restored.
-                    step = found.bad.step
-                    state, restored_step = roll_back(run, saved, newest, step)
-                    writers.write(step, {'train/rolled_back_to': float(restored_step)})
-                    feed.restart(step)
-                    meter.restart(step)
-                    continue
-                scalars = {f'train/{name}': float(value) for name, value in metrics.items()}
-            if due.writing:
-                scalars |= meter.read(step, feed.waited) | starting
-                starting = {}
-                writers.write(step, scalars)
-                console.step(step, last_step, format_figures(scalars))
-            elif must_wait_for_steps():
-                wait_for_devices(metrics)
-            profiler.after(step, state)
-            paused = time.perf_counter()
-            scores, pending = evaluate_until_signal(due.evaluators, state, step, writers)
-            reason = None if pending else stop_conditions.check(scalars | scores)
-            if reason:
-                console.say(f'step {step}: stopping early, because {reason}')
-                evaluate_until_signal(due.other_evaluators, state, step, writers)
-            saving = due.saving or bool(pending and config.checkpoints.saves_anything)
-            saving = saving or bool(reason and saved.is_due(step, ending=True))
-            if saving:
-                with console.activity.doing(f'the save of step {step}'):
-                    saved.save(step, state, pending=pending, scores=scalars | scores)
-            collect(step)
-            meter.skip(time.perf_counter() - paused)
-            work_left = pending or (step < last_step and not reason)
-            if work_left and (saving or stopping) and signals.received():
-                raise make_interruption(run, saved, step, pending)
 
-    report_results(run, saved, writers)
-    return state
+    def train(self, state: TrainState) -> TrainState:
+        """Runs the steps, and returns the state after the last one."""
+        run, config, saved, console = self.run, self.run.config, self.saved, self.run.console
+        with (
+            completing(saved, console.say),
+            closing(self.writers),
+            closing(self.feed),
+            collect_garbage(config.collect_garbage_every) as collect,
+            console.training(self.step, self._last_step),
+            closing(Profiler(run.directory / 'profile', config.profile_steps)) as profiler,
+        ):
+            while self.step < self._last_step and not self.reason:
+                self.step += 1
+                console.activity.begin_step(self.step)
+                profiler.before(self.step)
+                state, metrics = self._dispatch(state)
+                due = find_due(run, self.evaluators, saved, self.step)
+                if due.reading or jax.process_count() == 1:
+                    report_failed_save(run, saved, self.step)
+                if due.reading:
+                    found = self._health.look()
+                    report_skips(run, found.skipped, self.writers)
+                    if found.bad is not None:
+                        del state, metrics  # The memory is needed for the state that is restored.
+                        state = self._go_back(found.bad)
+                        continue
+                scalars = self._log(due, metrics)
+                profiler.after(self.step, state)
+                paused = time.perf_counter()
+                saving, pending = self._evaluate_and_save(due, state, scalars)
+                collect(self.step)
+                self._meter.skip(time.perf_counter() - paused)
+                work_left = pending or (self.step < self._last_step and not self.reason)
+                if work_left and (saving or due.stopping) and signals.received():
+                    raise make_interruption(run, saved, self.step, pending)
+        return state
+
+    def check_end(self, scalars: Mapping[str, float]) -> None:
+        """Decides by new metrics whether the run ends early."""
+        self.reason = self._stop_conditions.check(scalars)
+        if self.reason:
+            self.run.console.say(f'step {self.step}: stopping early, because {self.reason}')
+
+    def _dispatch(self, state: TrainState) -> tuple[TrainState, Metrics]:
+        """Gives a step to the devices. The first one is waited for."""
+        console = self.run.console
+        with console.activity.doing(f'the input of step {self.step}'):
+            batch = next(self.feed)
+        state, metrics = self.programs.train_step(state, batch)
+        if self.step == self._first_step:
+            wait_for_devices(metrics)
+            line, self._starting = self.clock.report(console.seconds)
+            console.say(line)
+        self._health.note(self.step, metrics)
+        for hook in self.run.config.hooks:
+            hook(state, self.step, metrics)
+        return state, metrics
+
+    def _go_back(self, bad: NotFinite) -> TrainState:
+        """Restores a checkpoint, as the state after the newest step that must not be kept."""
+        newest = find_newest(self.saved)
+        self.run.console.say(self._health.go_back(bad, newest, self._last_step))
+        self.step = bad.step
+        state, restored_step = roll_back(self.run, self.saved, newest, self.step)
+        self.writers.write(self.step, {'train/rolled_back_to': float(restored_step)})
+        self.feed.restart(self.step)
+        self._meter.restart(self.step)
+        return state
+
+    def _log(self, due: Due, metrics: Metrics) -> dict[str, float]:
+        """Reads and writes the training metrics of a step if they are due, and returns them."""
+        scalars = dict[str, float]()
+        if due.reading:
+            scalars = {f'train/{name}': float(value) for name, value in metrics.items()}
+        if due.writing:
+            scalars |= self._meter.read(self.step, self.feed.waited) | self._starting
+            self._starting = {}
+            self.writers.write(self.step, scalars)
+            self.run.console.step(self.step, self._last_step, format_figures(scalars))
+        elif must_wait_for_steps():
+            wait_for_devices(metrics)
+        return scalars
+
+    def _evaluate_and_save(
+        self, due: Due, state: TrainState, scalars: Mapping[str, float]
+    ) -> tuple[bool, tuple[str, ...]]:
+        """Returns whether it has saved the state, and which evaluators a signal has interrupted."""
+        step, saved = self.step, self.saved
+        scores, pending = evaluate_until_signal(due.evaluators, state, step, self.writers)
+        if not pending:
+            self.check_end({**scalars, **scores})
+        if self.reason:
+            evaluate_until_signal(due.other_evaluators, state, step, self.writers)
+        saving = due.saving or bool(pending and self.run.config.checkpoints.saves_anything)
+        saving = saving or bool(self.reason and saved.is_due(step, ending=True))
+        if saving:
+            with self.run.console.activity.doing(f'the save of step {step}'):
+                saved.save(step, state, pending=pending, scores={**scalars, **scores})
+        return saving, pending
