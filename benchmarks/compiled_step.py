@@ -76,8 +76,7 @@ def measure(row: ShippedRun) -> dict[str, Any]:
     from meshwright.jaxpr import estimate_memory, lay_out_trace, list_collectives
     from partitioning.hardware import CHIPS
     from partitioning.products.flops import count_jaxpr_flops
-    from train.gin.entry import find_config
-    from train.gin.load import load_config
+    from train.gin.load import find_config, load_config
     from train.planning.precompiling import compile_step
 
     started = time.perf_counter()

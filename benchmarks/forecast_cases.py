@@ -43,8 +43,7 @@ def measure(case: Case) -> dict[str, Any]:
     """Forecasts a case, and returns its figures and the text of its JSON without times."""
     from meshwright import forecast
     from meshwright.report.figures import sent_by_label, sum_exchanges
-    from train.gin.entry import find_config
-    from train.gin.load import load_config
+    from train.gin.load import find_config, load_config
     from train.planning.forecasts import plan_step
 
     load_config(case.files, case.all_bindings)

@@ -114,8 +114,7 @@ def space_of(case: Case) -> Any:
 @functools.cache
 def read(case: Case) -> tuple[Any, Any]:
     """Returns the settings of the run of a case, and its machine."""
-    from train.gin.entry import find_config
-    from train.gin.load import load_config
+    from train.gin.load import find_config, load_config
     from train.planning.machines import parse_machine, stand_in
 
     machine = parse_machine(case.topology)

@@ -43,8 +43,7 @@ class StopCondition(Protocol):
     def reason(self, values: Sequence[float]) -> str | None:
         """Returns why the run ends, or None.
 
-        Args:
-          values: the values of the metric since the run started or resumed, the newest last.
+        `values` are the values of the metric since the run started or resumed, the newest last.
         """
 
 

@@ -7,7 +7,7 @@ import importlib
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -24,9 +24,7 @@ class ConfigError(ValueError):
 def check_counts(minimum: int = 1, **counts: int) -> None:
     """Checks that each setting is an integer of at least `minimum`.
 
-    Args:
-      minimum: the smallest value allowed.
-      counts: the settings by name.
+    `minimum` is the smallest value allowed.
 
     Raises:
       ConfigError: if a setting is not an integer, or is smaller.
@@ -39,11 +37,8 @@ def check_counts(minimum: int = 1, **counts: int) -> None:
 def check_number(name: str, value: Any, allowed: str) -> None:
     """Checks that a setting is a number in an interval.
 
-    Args:
-      name: the setting.
-      value: its value.
-      allowed: the interval in the usual notation, such as `[0, 1)` or `(0, inf)`. With
-        `(0, 1] or None`, None is allowed too.
+    `allowed` is the interval in the usual notation, such as `[0, 1)` or `(0, inf)`. With `(0, 1] or
+    None`, None is allowed too.
 
     Raises:
       ConfigError: if the setting is not such a number.
@@ -74,16 +69,6 @@ def _ends(interval: str) -> tuple[float, float]:
     return float(least), float(most)
 
 
-def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Checks that a setting has one of several values.
-
-    Raises:
-      ConfigError: if it has another one.
-    """
-    if value not in choices:
-        raise ConfigError(f'{name} is {value!r}: use {" or ".join(map(repr, choices))}')
-
-
 _type_hints = functools.cache(get_type_hints)  # settings are made often, and this is slow
 
 
@@ -110,7 +95,9 @@ def check_fields(kind: type, settings: Any, owner: str = '', **intervals: str) -
         hint = next(one for one in hints if one is not NoneType)
         interval = intervals.get(field, '')
         if get_origin(hint) is Literal:
-            check_choice(name, value, (*[None] * (len(hints) > 1), *get_args(hint)))
+            choices = (*[None] * (len(hints) > 1), *get_args(hint))
+            if value not in choices:
+                raise ConfigError(f'{name} is {value!r}: use {" or ".join(map(repr, choices))}')
         elif hint is bool and not isinstance(value, bool):
             raise ConfigError(f'{name} is {value!r}: use True or False; write {name} = True')
         elif hint is int:
@@ -129,9 +116,6 @@ def check_fields(kind: type, settings: Any, owner: str = '', **intervals: str) -
 
 def check_seconds(**values: float) -> None:
     """Checks that each setting is a number of seconds above 0.
-
-    Args:
-      values: the settings by name.
 
     Raises:
       ConfigError: if a setting is not a number, or not above 0.
@@ -159,8 +143,7 @@ def describe_error(error: Exception) -> str:
 def os_errors_as(message: str) -> Iterator[None]:
     """Raises a ConfigError in place of an OSError of the body.
 
-    Args:
-      message: the message before the reason, such as 'MODEL_DIR runs/mine cannot be written:'.
+    `message` is the message before the reason, such as 'MODEL_DIR runs/mine cannot be written:'.
 
     Raises:
       ConfigError: with the message and the reason of the OSError.
@@ -175,7 +158,6 @@ def import_optional(module: str, extra: str, user: str) -> Any:
     """Imports a module of an optional package.
 
     Args:
-      module: the module.
       extra: the extra of meshwright that installs its package.
       user: what needs the package, for the message.
 

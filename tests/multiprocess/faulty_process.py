@@ -26,7 +26,7 @@ from train.checkpoints import folder as saving
 from train.cli.command import run_command
 from train.cli.interruption import run_until_signal
 from train.data import CausalLM, Prefetch, Records
-from train.data.batches import LocalBatches
+from train.data.feed import LocalBatches
 from train.machine import devices as machine
 from train.processes import channel, output, signals
 from train.processes.activity import current_activity

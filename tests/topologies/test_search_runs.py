@@ -96,7 +96,7 @@ def test_a_search_and_a_fit_need_no_gin_and_write_no_file_per_candidate(tmp_path
 import dataclasses, sys
 from test_search_runs import CHOICES, MACHINE, make_config
 from etils import epath
-from train.planning.bounds import Workload
+from train.planning.candidates import Workload
 from train.planning.candidates import change_run
 from train.planning.fits import fit_machine
 from train.planning.search_runs import search_run

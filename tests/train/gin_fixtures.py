@@ -9,8 +9,7 @@ import pytest
 from small_t5x import T5X_MODEL, T5X_SMALL, T5X_TASK
 
 from train.errors import ConfigError
-from train.gin.entry import find_entry
-from train.gin.load import load_config as load_with_aliases
+from train.gin.load import find_entry, load_config as load_with_aliases
 from train.t5x.modules import ALIASES
 
 # As every command does, with T5X's names.

@@ -12,8 +12,7 @@ from gin_fixtures import load_config
 
 from partitioning.rules import as_tuple
 from train.cli import main
-from train.gin.entry import find_config
-from train.gin.load import find_config_root
+from train.gin.load import find_config, find_config_root
 from train.machine import devices as machine
 
 REPOSITORY = find_config_root()

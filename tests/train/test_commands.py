@@ -11,7 +11,7 @@ import train
 from partitioning import PjitPartitioner
 from train.cli import main, training
 from train.errors import ConfigError
-from train.gin.entry import find_config
+from train.gin.load import find_config
 from train.machine import devices as machine
 
 

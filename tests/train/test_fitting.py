@@ -16,11 +16,10 @@ from train import NextToken
 from train.checkpoints.huggingface.config_json import ConfigJson
 from train.data import RandomTokens
 from train.errors import ConfigError
-from train.gin.entry import find_config
+from train.gin.load import find_config
 from train.models.transformer import Transformer
 from train.planning import fits
-from train.planning.bounds import Workload
-from train.planning.candidates import change_run
+from train.planning.candidates import Workload, change_run
 from train.planning.fits import find_smallest, fit_machine, list_machines
 from train.planning.gin_text import PRETRAIN, write_fit, write_pretraining
 from train.planning.huggingface.models import choose_rows, find_model, parse_tokens, read_model

@@ -43,7 +43,7 @@ from train.checkpoints.offline.converting import plan_conversion, write
 from train.cli import main
 from train.data.text.tokenizers import SentencePieceTokenizer
 from train.errors import ConfigError
-from train.gin.entry import find_config
+from train.gin.load import find_config
 from train.machine import devices as machine
 from train.models.parameters import list_parameters
 from train.models.t5 import T5

@@ -10,7 +10,7 @@ from gin_fixtures import load_config
 from hypothesis import given, settings, strategies as st
 
 from train.errors import ConfigError
-from train.gin.entry import find_config
+from train.gin.load import find_config
 from train.planning.candidates import Candidate, RunSizes, change_run, sizes_of
 from train.planning.gin_text import write_gin
 from train.planning.machines import Machine

@@ -16,7 +16,7 @@ from partitioning.state import path_str
 from train.checkpoints import CheckpointConfig, find_checkpoint, open_checkpoints, open_restored
 from train.checkpoints.formats.t5x_files import read_arrays
 from train.errors import ConfigError
-from train.gin.entry import find_entry
+from train.gin.load import find_entry
 from train.optimizers import as_transformation
 from train.t5x import state_utils
 from train.t5x.adafactor import Adafactor, standard_logical_factor_rules

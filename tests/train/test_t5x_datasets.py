@@ -15,7 +15,7 @@ from small import records
 from train.data import ByT5Tokenizer, ByteTokenizer, CausalLM, InputsToTargets, Mixture, Subset
 from train.data.text.sources import Records
 from train.errors import ConfigError
-from train.gin.entry import find_entry
+from train.gin.load import find_entry
 from train.gin.places import allow_packages
 from train.t5x import seqio
 from train.t5x.datasets import DatasetConfig

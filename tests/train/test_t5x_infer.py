@@ -11,7 +11,7 @@ from tensorboardX.record_writer import RecordWriter
 from test_tf_records import example
 
 from train.errors import ConfigError
-from train.gin.entry import find_entry
+from train.gin.load import find_entry
 
 pytestmark = pytest.mark.core
 

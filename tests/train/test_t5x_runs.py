@@ -14,8 +14,7 @@ import pytest
 from gin_fixtures import load_config
 
 from train.cli.command import CommandParser
-from train.gin.entry import find_entry
-from train.gin.load import find_config_root
+from train.gin.load import find_config_root, find_entry
 
 FOLDER = find_config_root() / 'configs/t5x'
 FRAGMENTS = {  # files that are not a whole run -> the files that complete them

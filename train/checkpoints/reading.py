@@ -19,12 +19,13 @@ from train.checkpoints.formats.opening import find_place, open_checkpoint
 from train.checkpoints.matching import (
     Difference,
     Initialize,
+    Preflight,
     Wanted,
+    count_bytes,
     find_problem,
     match_arrays,
 )
 from train.checkpoints.orbax.files import read_orbax
-from train.checkpoints.preflight import Preflight, count_bytes
 from train.checkpoints.steps import manifest
 from train.checkpoints.steps.manifest import DamagedCheckpoint
 from train.checkpoints.steps.verifying import open_checked
@@ -33,11 +34,7 @@ from train.processes.together import raise_on_all_processes
 
 
 class CheckpointReader(abc.ABC):
-    """Reads the checkpoints of a folder.
-
-    Attributes:
-      directory: the folder.
-    """
+    """Reads the checkpoints of a folder."""
 
     directory: epath.Path
     _restore: RestoreConfig | None  # the settings that name the folder, if it is of another run
@@ -61,9 +58,7 @@ class CheckpointReader(abc.ABC):
     def arrays(self, step: int, wanted: Wanted) -> dict[str, StoredArray]:
         """Opens the arrays of a checkpoint, by name.
 
-        Args:
-          step: the step of the checkpoint.
-          wanted: the arrays of the run, by name.
+        `wanted` has the arrays of the run, by name.
         """
         folder = self.path(step)
         if (folder / 'state').is_dir():

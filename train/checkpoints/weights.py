@@ -30,10 +30,6 @@ class Weights(CheckpointReader):
     With a `config.json`, it is a model of Hugging Face, and its arrays get our names. Otherwise,
     they have them already. Floating-point arrays are converted to the dtype in which the run
     trains, because files often have bfloat16.
-
-    Args:
-      folder: the folder.
-      restore: the settings that name it.
     """
 
     casts = True

@@ -17,8 +17,7 @@ from train.processes import signals
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command of `meshwright`.
 
-    Args:
-      arguments: the name of the command and its arguments, by default this process's.
+    `arguments` are the name of the command and its arguments, by default this process's.
 
     Returns:
       The exit status: 0, 1 if plans differ, 2 after an error, 75 after SIGTERM or SIGHUP, or 130

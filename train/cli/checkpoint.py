@@ -178,7 +178,7 @@ def convert(options: argparse.Namespace) -> int:
 def _find_model(source: Checkpoint) -> Any:
     """The settings of the built-in model or T5 that a checkpoint of a run has, or None."""
     from train.checkpoints.steps.record import read_record
-    from train.gin.entry import find_model
+    from train.gin.load import find_model
     from train.models.config import TransformerConfig
     from train.models.t5 import T5Config
     from train.t5x.modules import ALIASES

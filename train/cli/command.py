@@ -70,7 +70,6 @@ class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line, and which prints descriptions as they are.
 
     Args:
-      prog: the name of the command.
       usage: its arguments in one line, by default as argparse writes them.
       description: what it does, and examples with {prog} for its name.
       **settings: other settings of an ArgumentParser.

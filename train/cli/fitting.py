@@ -15,7 +15,7 @@ from train.cli.forecasting import add_topologies, leave_devices_alone, show_prog
 from train.cli.searching import DEFAULTS
 
 if TYPE_CHECKING:
-    from train.planning.bounds import Workload
+    from train.planning.candidates import Workload
     from train.planning.fits import Fit, Known
     from train.planning.huggingface.models import FoundModel
     from train.planning.machines import Machine
@@ -61,9 +61,8 @@ def _answer(options: argparse.Namespace) -> int:
     import jax
 
     from partitioning.hardware import stand_in_devices
-    from train.gin.entry import find_config
-    from train.gin.load import load_config
-    from train.planning.bounds import Workload
+    from train.gin.load import find_config, load_config
+    from train.planning.candidates import Workload
     from train.planning.gin_text import PRETRAIN, write_pretraining
     from train.planning.huggingface.models import choose_rows, find_model, parse_tokens
     from train.planning.machines import check_compilers, parse_machine

@@ -139,8 +139,7 @@ def show_progress(name: str) -> Iterator[Callable[[str], None]]:
 
     A file or a pipe gets one line, at the end.
 
-    Args:
-      name: the machine.
+    `name` is the machine.
 
     Yields:
       The function to call with a text when a stage begins.
@@ -183,7 +182,7 @@ def _forecast_all(
     The run is planned on all machines before it is compiled for any.
     """
     from train.errors import ConfigError
-    from train.gin.entry import find_config
+    from train.gin.load import find_config
     from train.planning.changes import keep_helpful, list_changes
     from train.planning.forecasts import forecast_step, plan_on
     from train.planning.machines import NotInstalledError

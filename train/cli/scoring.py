@@ -121,7 +121,7 @@ def _make_parser(prog: str, usage: str, description: str) -> CommandParser:
 
 def _read_run(options: argparse.Namespace) -> tuple[TrainConfig, RestoreConfig | None]:
     """Returns the settings of a run, as if it were trained in its folder, and its checkpoint."""
-    from train.gin.entry import find_config
+    from train.gin.load import find_config
     from train.paths import as_path, file_of_run
 
     path = as_path('RUN', options.run)

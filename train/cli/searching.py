@@ -69,9 +69,7 @@ def check_flags(options: argparse.Namespace) -> None:
 def search_settings(options: argparse.Namespace, machine: Machine) -> int:
     """Searches the settings of the runs in `options`, and prints what was found.
 
-    Args:
-      options: the flags of `meshwright forecast`, which `check_flags` accepts.
-      machine: the machine.
+    `options` are the flags of `meshwright forecast`, which `check_flags` accepts.
 
     Returns:
       0, or 1 if no compiled candidate fits.
@@ -144,8 +142,7 @@ class Source:
         """
         import gin
 
-        from train.gin.entry import find_config
-        from train.gin.load import load_config
+        from train.gin.load import find_config, load_config
         from train.planning.machines import stand_in
 
         gin.clear_config()

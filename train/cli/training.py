@@ -54,7 +54,7 @@ def precompile(arguments: Sequence[str], prog: str) -> int:
     options = parser.read(arguments)
 
     def command() -> None:
-        from train.gin.entry import find_config
+        from train.gin.load import find_config
         from train.planning.precompiling import precompile
 
         configure(options, [find_gin_file(run) for run in options.runs])
@@ -65,7 +65,7 @@ def precompile(arguments: Sequence[str], prog: str) -> int:
 
 def _start(options: argparse.Namespace) -> None:
     from train.errors import ConfigError
-    from train.gin.entry import find_entry
+    from train.gin.load import find_entry
     from train.reporting.meter import note_start_of_process
 
     profile, expected = options.profile_steps, options.expect_plan
@@ -104,8 +104,7 @@ def known_runs() -> list[str]:
 def find_gin_file(run: str) -> str:
     """Returns the gin file of a run.
 
-    Args:
-      run: a gin file, the folder of a run, or the name of a shipped run.
+    `run` is a gin file, the folder of a run, or the name of a shipped run.
 
     Raises:
       ConfigError: if it is none of these.

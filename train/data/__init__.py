@@ -3,8 +3,7 @@
 source --(tokenizer)--> token index --(task)--> rows --(layout)--> local batches --> feed
 """
 
-from train.data.batches import Batch, FiniteBatches, LocalBatches
-from train.data.feed import Feed, Prefetch
+from train.data.feed import Batch, Feed, FiniteBatches, LocalBatches, Prefetch
 from train.data.rows.examples import Examples, RandomTokens
 from train.data.rows.inputs_to_targets import InputsToTargets
 from train.data.rows.lengths import Lengths

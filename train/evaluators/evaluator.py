@@ -109,9 +109,6 @@ class _Prepared:
     """A prepared evaluator, whose name the watchdog of the run knows while it runs.
 
     Attributes:
-      evaluator: the evaluator.
-      name: its name.
-      console: the console of the run.
       is_simple: whether it only returns scores, which are then checked and printed here.
     """
 

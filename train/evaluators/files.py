@@ -58,7 +58,6 @@ class PartFiles:
 
     Attributes:
       path: the whole file.
-      folder: the folder of the parts.
     """
 
     path: epath.Path
@@ -67,8 +66,7 @@ class PartFiles:
     def begin(self, settings: Mapping[str, Any]) -> int:
         """Creates the folder, or finds the parts in it.
 
-        Args:
-          settings: the settings that the content of the parts depends on, as JSON.
+        `settings` are the settings that the content of the parts depends on, as JSON.
 
         Returns:
           The number of finished parts.

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from partitioning import TrainState
 from train.data import Lengths, Task
-from train.data.batches import abstract_batch
+from train.data.feed import abstract_batch
 from train.data.rows.pair_tasks import adapt
 from train.decoding import check_can_decode, predict as predict_batch
 from train.errors import ConfigError, check_counts

@@ -81,8 +81,6 @@ class TaskExamples:
     """Held-out examples of one task, whose rows hold one example each.
 
     Attributes:
-      part: the task.
-      rows: the rows.
       numbers: the number of each of these examples among all that are held out.
       tokenizer: decodes the targets.
     """
@@ -154,7 +152,6 @@ def iterate_outputs(
     while the outputs of a batch are used, unless a step must end before the next one.
 
     Args:
-      run: the run.
       infer: the function (params, variables, batch, key) -> outputs of the rows of a batch.
       state, batches: what it is called with.
       num_rows: the number of rows in all batches.

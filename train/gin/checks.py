@@ -11,10 +11,9 @@ from gin import config as gin_internals, config_parser
 
 from partitioning.rules import nearest
 from train.errors import ConfigError
-from train.gin.aliases import NO_ALIASES, Aliases
 from train.gin.configurables import is_within, listed_names
 from train.gin.parsing import Statement
-from train.gin.selectors import Resolver, is_import, refusal
+from train.gin.selectors import NO_ALIASES, Aliases, Resolver, is_import, refusal
 
 
 def import_modules(

@@ -108,8 +108,7 @@ def matches(selector: str) -> list[str]:
 def register(name: str) -> Any:
     """Returns gin's record of a configurable, which it registers if gin does not know it yet.
 
-    Args:
-      name: the full name of a listed or allowed function, class or method.
+    `name` is the full name of a listed or allowed function, class or method.
     """
     if name in gin_internals._REGISTRY:
         return gin_internals._REGISTRY[name]

@@ -106,7 +106,6 @@ def read_file(
     """Yields the statements of a gin file and of the files that it includes, in gin's order.
 
     Args:
-      file: the file.
       search_paths: the folders in which files and their includes are searched.
       place: what names the file, for messages.
       includers: the paths of the files that include it.

@@ -41,8 +41,7 @@ def is_allowed(module: str) -> bool:
 def find_place(message: str) -> str | None:
     """The place in the gin files of the setting that an error message is about, or None.
 
-    Args:
-      message: a message that begins with a setting, such as `utils.DatasetConfig.pack is 3: ...`.
+    `message` is a message that begins with a setting, such as `utils.DatasetConfig.pack is 3: ...`.
 
     Returns:
       The file and line, or the flag, or None if the message does not begin with a setting.

@@ -21,9 +21,8 @@ def use_virtual_devices(count: int | None) -> None:
 
     The setting only matters on a machine without accelerators: jax prefers any other platform.
 
-    Args:
-      count: the number of devices. By default, XLA_FLAGS or JAX_NUM_CPU_DEVICES decide, and
-        without them there are 8.
+    `count` is the number of devices. By default, XLA_FLAGS or JAX_NUM_CPU_DEVICES decide, and
+    without them there are 8.
 
     Raises:
       ConfigError: if `count` is given and the environment sets a number of devices, too.
@@ -52,8 +51,7 @@ def must_wait_for_steps() -> bool:
 def collect_garbage(every: int) -> Iterator[Callable[[int], None]]:
     """Collects Python's garbage after every n-th step only, so that no step waits for it.
 
-    Args:
-      every: the number of steps between collections. 0 leaves them to Python.
+    `every` is the number of steps between collections. 0 leaves them to Python.
 
     Yields:
       A function that is called with each step.

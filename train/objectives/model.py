@@ -38,9 +38,8 @@ class Applied(NamedTuple):
     def add_sown(self, sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Adds what the model has sown to the sums that an objective reports.
 
-        Args:
-          sums: the sums of the objective, with 'weight', their divisor. Auxiliary loss and metrics
-            are means, so they are multiplied by it.
+        `sums` are the sums of the objective, with 'weight', their divisor. Auxiliary loss and
+        metrics are means, so they are multiplied by it.
 
         Raises:
           ConfigError: if the objective reports a metric of the model itself.

@@ -35,7 +35,6 @@ class Chunking:
     one before it, and only the columns that are new in it count.
 
     Attributes:
-      num_chunks: the number of chunks.
       size: the number of columns in each chunk.
       vocab_size: the size of the whole vocabulary. Columns of tokens beyond it are padding.
       is_padded: whether any device has columns of padding.
@@ -64,7 +63,6 @@ class Partial(NamedTuple):
       greatest_BL: the greatest logit.
       exp_sum_BL: the sum of exp(logit - greatest).
       logit_BL: the logit of the target, or 0 if it is in another part.
-      logit_sum_BL: the sum of the logits.
       argmax_BL: the token of the greatest logit.
     """
 

@@ -12,7 +12,6 @@ from meshwright import Forecast
 from meshwright.calls.partitioned import Call
 from meshwright.changes import SettingChange
 from partitioning.hardware import chip_of
-from train.config import TrainConfig
 from train.planning.candidates import (
     Candidate,
     RunSizes,
@@ -34,12 +33,11 @@ _AS_IT_IS = Layout('')
 def list_changes(planned: PlannedStep, machine: Machine) -> Iterator[SettingChange]:
     """Yields settings that can make a run fit into a machine, the least drastic first.
 
-    Args:
-      planned: the step that does not fit.
-      machine: the machine.
+    `planned` is the step that does not fit.
     """
     config, plan = planned.run.config, planned.run.plan
-    mesh, recomputed = config.partitioner.mesh, _is_recomputed(config)
+    mesh = config.partitioner.mesh
+    recomputed = getattr(find_model_config(config.objective), 'remat', None) == 'full'
     sizes = sizes_of(config, mesh.size, machine.num_slices)
     candidates = list(_list_presets(sizes, recomputed))
     chip = chip_of(mesh.devices.flat[0].device_kind)
@@ -65,11 +63,6 @@ def keep_helpful(forecast: Forecast) -> Forecast:
     kept = [one for one in forecast.changes if one.fits or one.peak < peak]
     ordered = sorted(kept, key=lambda one: (not one.fits, one.peak))
     return dataclasses.replace(forecast, changes=tuple(ordered))
-
-
-def _is_recomputed(config: TrainConfig) -> bool:
-    """Whether the layers of a model recompute everything already."""
-    return getattr(find_model_config(config.objective), 'remat', None) == 'full'
 
 
 def _list_settings(sizes: RunSizes, num_microbatches: int, recomputed: bool) -> Iterator[Candidate]:

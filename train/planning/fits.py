@@ -10,8 +10,7 @@ from typing import Any
 from meshwright import Forecast
 from partitioning.hardware import Chip
 from train.errors import first_line
-from train.planning.bounds import Workload
-from train.planning.candidates import Candidate, RematChoice, RunSizes, change_run
+from train.planning.candidates import Candidate, RematChoice, RunSizes, Workload, change_run
 from train.planning.forecasts import Progress, forecast_run
 from train.planning.machines import Machine, NotInstalledError
 from train.planning.presets import Layout
@@ -38,7 +37,6 @@ class Fit:
     """How a run does on a machine.
 
     Attributes:
-      machine: the machine.
       sizes: the sizes of the run there.
       candidate: the layout and the settings of memory, or None if no layout is possible.
       forecast: the forecast with them, or None.
@@ -232,8 +230,6 @@ def forecast_fit(work: Workload, fit: Fit, **settings: Any) -> Fit:
     """Returns the same settings with a forecast, by default with the figures of the compiler.
 
     Args:
-      work: the run.
-      fit: the settings.
       **settings: as for `meshwright.forecast`.
 
     Raises:
@@ -254,8 +250,6 @@ def find_smallest(
     Machines have one slice. Those that are too small by a lower bound are not tried.
 
     Args:
-      work: the run.
-      chip: the chip.
       progress: receives a text when something is tried.
       known: what has been tried before for this run; it receives what is tried here.
     """

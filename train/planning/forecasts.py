@@ -30,7 +30,6 @@ class PlannedStep(NamedTuple):
     """The train step of a run before it is compiled.
 
     Attributes:
-      run: the run.
       step: the partitioned function (state, batch) -> (state, metrics).
     """
 
@@ -80,10 +79,8 @@ def forecast_run(config: TrainConfig, machine: Machine, **settings: Any) -> Fore
 def plan_on(machine: Machine, make_config: Callable[[], TrainConfig]) -> PlannedStep:
     """Plans the train step of a run, and makes its settings for the machine.
 
-    Args:
-      machine: the machine.
-      make_config: makes the settings, such as `train.gin.find_config`. It finds the devices of the
-        machine in place of the devices of this computer.
+    `make_config` makes the settings, such as `train.gin.find_config`. It finds the devices of the
+    machine in place of the devices of this computer.
 
     Raises:
       ConfigError, ValueError: if a setting cannot be honoured there.
@@ -102,8 +99,6 @@ def forecast_step(planned: PlannedStep, machine: Machine, **settings: Any) -> Fo
     """Forecasts a planned train step on the machine that it was planned for.
 
     Args:
-      planned: the step.
-      machine: the machine.
       **settings: as for `meshwright.forecast`.
     """
     return forecast(

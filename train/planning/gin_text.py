@@ -36,9 +36,7 @@ def list_includes(candidate: Candidate) -> list[str]:
 def list_bindings(candidate: Candidate, run: RunSizes) -> list[str]:
     """Returns the statements of a candidate that follow its includes.
 
-    Args:
-      candidate: the candidate.
-      run: the run. The statements name its objective and its compiler options.
+    `run` is the run. The statements name its objective and its compiler options.
     """
     lines = [f'{name} = {size}' for name, size in candidate.layout.sizes]
     if candidate.num_microbatches is not None:
@@ -74,9 +72,6 @@ def write_gin(
     """Returns the text of a gin file that trains a run with the settings of a candidate.
 
     Args:
-      candidate: the candidate.
-      run: the sizes of the run.
-      files: the gin files of the run.
       bindings: the gin bindings of the run, 'NAME=value'.
       comment: lines for the head of the file.
     """
@@ -100,7 +95,6 @@ def write_pretraining(
     """Returns the lines that follow `PRETRAIN` to train another model. Set TEXT, the data.
 
     Args:
-      model: the settings of the model.
       batch_size: the number of rows in a batch.
       sequence_length: the number of tokens in a row; for an encoder and a decoder, of the inputs.
     """
@@ -117,7 +111,6 @@ def write_fit(model: FoundModel, fit: Fit, lines: Sequence[str]) -> str:
     """Returns the text of a gin file that trains a model with the settings of a fit.
 
     Args:
-      model: the model.
       fit: the settings, which have a forecast.
       lines: what `write_pretraining` has returned for the model.
     """

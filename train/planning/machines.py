@@ -134,7 +134,6 @@ def move_to(config: TrainConfig, machine: Machine, **changes: Any) -> TrainConfi
     once, with all changes.
 
     Args:
-      config: the settings.
       machine: the machine, which replaces the machine of the mesh.
       **changes: other settings to change, such as `num_microbatches`.
 

@@ -40,7 +40,6 @@ class CompiledStep(NamedTuple):
     """The compiled train step of a run.
 
     Attributes:
-      run: the run.
       step: the partitioned function (state, batch) -> (state, metrics).
       lowered: the program before the compiler.
       compiled: the program of a device.

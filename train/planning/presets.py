@@ -129,9 +129,7 @@ def count_shards(layout: Layout, num_devices: int) -> dict[str, int] | None:
 def lay_out(partitioner: BasePartitioner, layout: Layout) -> PjitPartitioner:
     """Returns a partitioner with the mesh and the rules of a preset, and the policies of another.
 
-    Args:
-      partitioner: the partitioner of a run.
-      layout: the preset with its sizes.
+    `layout` is the preset with its sizes.
 
     Raises:
       ConfigError: if the partitioner has no rules that could be replaced.

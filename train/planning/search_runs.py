@@ -123,8 +123,6 @@ class _Memory:
     An entry is valid as long as the settings, the machine and the compilers are the same.
 
     Args:
-      file: the file.
-      machine: the machine.
       write: writes a candidate as text; without it, nothing is kept in the file.
     """
 

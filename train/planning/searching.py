@@ -63,7 +63,6 @@ class Found:
     """A candidate, and what the search knows about it.
 
     Attributes:
-      candidate: the candidate.
       status: 'compiled'; 'too large' or 'too slow' by formulas, so that it cannot win; 'impossible'
         if its settings cannot be honoured; or 'not compiled', if it could still be faster.
       prediction: what formulas say, or None if it is impossible.
@@ -219,7 +218,6 @@ def correct(
 
     Args:
       known: candidates with a known figure, each with the ratio of the figure to its prediction.
-      candidates: the candidates to correct.
     """
     if not known:
         return [1.0] * len(candidates)

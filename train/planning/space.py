@@ -43,11 +43,9 @@ class Choices:
 
     Attributes:
       layouts: the layouts, by default all that the presets and the machine allow.
-      num_microbatches: the numbers of microbatches.
       remats: what the backward pass recomputes.
       output_chunks: the numbers of chunks of the output layer; None is the smallest number whose
         logits are small.
-      compiler_options: the options of the compiler.
     """
 
     layouts: Sequence[Layout] | None = None

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from partitioning.amounts import bytes_str, seconds_str, share_str
 from partitioning.hardware.chips import GIB
-from train.planning.bounds import Workload
+from train.planning.candidates import Workload
 from train.planning.fits import Fit
 from train.planning.huggingface.models import FoundModel
 from train.planning.searching import Found, SearchResult, Status
@@ -28,11 +28,7 @@ _MEANINGS: dict[Status, str] = {
 
 
 def search_table(result: SearchResult) -> Group:
-    """Returns the table of a search: compiled candidates, the next ones by formula, and a summary.
-
-    Args:
-      result: the result of the search.
-    """
+    """The table of a search: compiled candidates, the next ones by formula, and a summary."""
     table = Table(box=None, pad_edge=False, header_style='bold', padding=(0, 1))
     table.add_column('candidate', overflow='fold')
     for name in _COLUMNS:

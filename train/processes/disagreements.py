@@ -60,8 +60,7 @@ def digest(value: Any) -> str:
 def differences(values: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[int]]]:
     """The items whose values are not the same on all processes.
 
-    Args:
-      values: the values of the items by name, for each process.
+    `values` are the values of the items by name, for each process.
 
     Returns:
       The processes with each value of an item, by the item and the value as text. An item that a

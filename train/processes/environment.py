@@ -36,8 +36,6 @@ class ProcessAddress:
 
     Attributes:
       coordinator_address: host:port of process 0.
-      process_count: the number of processes.
-      process_index: the index of this process.
       source: what says so, such as 'Slurm' or 'a TPU pod'.
       local_device_ids: the GPUs that this process uses, if it shares its host's GPUs with other
         processes; None if it uses all that it sees. `jax.distributed.initialize` needs

@@ -28,7 +28,6 @@ class _Seen:
     """What the hub has seen of a process.
 
     Attributes:
-      connection: its connection.
       name: what messages call it, such as 'process 3 (host b)'.
       silent: the seconds since its last message.
       place: what it said it does.
@@ -57,7 +56,6 @@ class Hub:
 
     Args:
       connections: the connection to each process, in the order of their indices.
-      hosts: the name of the host of each.
       limits: how long it waits.
       clock: returns the time in seconds.
     """

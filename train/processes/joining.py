@@ -44,8 +44,6 @@ def find_address(
 
     Args:
       coordinator_address: host:port of process 0.
-      process_count: the number of processes.
-      process_index: the index of this process.
       auto_detect: whether the environment says the rest.
 
     Returns:

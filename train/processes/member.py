@@ -69,9 +69,7 @@ class Member:
     def begin(self, activity: Activity, folder: Any) -> None:
         """Begins a run together with the others. An earlier run may have been stopped by a signal.
 
-        Args:
-          activity: what the run does.
-          folder: the folder of the run.
+        `activity` is what the run does.
         """
         begin_activity(activity)
         self.stacks = folder

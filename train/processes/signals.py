@@ -272,8 +272,7 @@ def end_process(code: int) -> int:
 def finish(code: int) -> None:
     """Ignores signals from now on in the process of a command, because its work is done.
 
-    Args:
-      code: the exit code with which it will end.
+    `code` is the exit code with which it will end.
     """
     if handling.watched:
         handling.final_code = code
@@ -356,8 +355,7 @@ def forward_signal(signum: int) -> bool:
 def _watch(reader: int) -> None:
     """Ends a command after a second signal, or if it does not end by itself after the first.
 
-    Args:
-      reader: the file descriptor from which the number of each signal can be read, a byte each.
+    `reader` is the file descriptor from which the number of each signal can be read, a byte each.
     """
     first_at = None
     while True:

@@ -101,8 +101,7 @@ def raise_on_all_processes(title: str = 'a part of the run') -> AbstractContextM
     Without it, the other processes would wait for the one that failed. All processes must enter the
     context together. The body must not contain anything that waits for other processes.
 
-    Args:
-      title: what the body does, for the message about a process that is late.
+    `title` is what the body does, for the message about a process that is late.
 
     Raises:
       Exception: the body's own error, on the processes where it failed.

@@ -43,8 +43,7 @@ class Connection:
     def receive(self, seconds: float | None = None) -> Message | None:
         """Waits for the next message.
 
-        Args:
-          seconds: how long to wait, by default for ever.
+        `seconds` is how long to wait, by default for ever.
 
         Returns:
           The message, or None if the other end has closed the connection or sends something else.

@@ -39,8 +39,7 @@ class StartClock:
     def report(self, phases: Mapping[str, float]) -> tuple[str, dict[str, float]]:
         """Returns the time until now as a line, and as metrics.
 
-        Args:
-          phases: the seconds of each phase of the start, in their order.
+        `phases` are the seconds of each phase of the start, in their order.
         """
         total = time.perf_counter() - self._began
         parts = {'imports': self._imports, **phases}

@@ -33,9 +33,6 @@ class AppendedFile:
     Args:
       path: the file, which need not exist.
 
-    Attributes:
-      path: the file.
-
     Raises:
       OSError: if a file in a store exists, but cannot be read.
     """
@@ -109,7 +106,6 @@ class EventFile:
     that dies, for example because the disk is full, the queue to it blocks the run for ever.
 
     Args:
-      directory: the folder of the file.
       user: what needs the package tensorboardX, for the message if it is not installed.
       suffix: the end of the name of the file. Names contain the time in seconds, so writers that
         begin in the same second need different ones.

@@ -73,8 +73,7 @@ def mesh_table(mesh: Mesh) -> Table:
 def describe_data(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yields a line for each part of the training data.
 
-    Args:
-      parts: the parts, as `OpenTask.record` describes them.
+    `parts` are the parts, as `OpenTask.record` describes them.
     """
     for part in parts:
         unit = 'example' if part['rows'].get('task') == 'Examples' else 'document'

@@ -38,7 +38,6 @@ class Writers:
     """Several metric writers as one. On all processes except 0, there are none.
 
     Args:
-      writers: the writers.
       on_failure: 'stop' raises an error if a writer fails. 'continue' says so, once until the
         writer works again.
       say: prints a line.
@@ -99,7 +98,6 @@ class Writers:
 
         Args:
           done: what the method does with the metrics, for messages.
-          method: the method.
           together: whether all processes call it, so that all of them raise the error.
         """
         first: OSError | None = None
@@ -136,7 +134,6 @@ def open_writers(
 
     Args:
       writers: classes of writers, or functions that create one.
-      directory: the folder of the run.
       resumed_step: the step that the run resumes from, or 0.
       on_failure: what is done if a writer fails later; see `Writers`.
       say: prints a line.

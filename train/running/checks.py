@@ -57,9 +57,6 @@ def agree_on_program(lowered: Any) -> None:
     It finds what no setting shows: another version of the user's own code, for example, or a
     learning rate that a closure holds.
 
-    Args:
-      lowered: the lowered train step.
-
     Raises:
       Disagreement: if they differ.
     """
@@ -118,9 +115,7 @@ def check_plan(plan: Plan, expected: str | os.PathLike[str]) -> None:
     Other compiler options are accepted, because they depend on the kind of the devices, and the
     plan may have been made on a machine without them. They are listed with other differences.
 
-    Args:
-      plan: the plan of the run.
-      expected: a plan file, or the folder of a run.
+    `expected` is a plan file, or the folder of a run.
 
     Raises:
       UnexpectedLayout: if the meshes or the arrays differ.

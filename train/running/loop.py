@@ -17,9 +17,9 @@ from train.processes import signals
 from train.processes.signals import Interrupted, handling
 from train.processes.together import agree_on, raise_on_all_processes
 from train.reporting.writers import Writers
-from train.running.health import NotFinite
 from train.running.run import Run
 from train.running.start import Start
+from train.running.stopping import NotFinite
 
 
 class Due(NamedTuple):
@@ -89,9 +89,7 @@ def evaluate_at_start(
 def completing(saved: Checkpoints, say: Callable[[str], None]) -> Iterator[None]:
     """Completes the saves that have begun, however the body ends.
 
-    Args:
-      saved: the checkpoints.
-      say: prints the failure of a save if the body fails, too; then the body's error is raised.
+    `say` prints the failure of a save if the body fails, too; then the body's error is raised.
 
     Raises:
       ConfigError: if only a save fails, even if `on_failure` is 'continue', because the last state
@@ -183,8 +181,6 @@ def make_interruption(
     """Waits for the last save, and returns the error with which a run ends after a signal.
 
     Args:
-      run: the run.
-      saved: its checkpoints.
       step: the last finished step.
       pending: the names of the evaluators that have not finished at this step.
     """

@@ -19,7 +19,7 @@ from partitioning.plan import Audit
 from partitioning.state import path_str
 from train.config import TrainConfig
 from train.data import OpenTask, Task, record
-from train.data.batches import abstract_batch
+from train.data.feed import abstract_batch
 from train.data.rows.packing import Row
 from train.errors import ConfigError
 from train.evaluators.held_out import HeldOut
@@ -45,9 +45,7 @@ class PlannedRun:
     """A configuration with the layout of its state and of its batches: all that its steps need.
 
     Attributes:
-      config: the settings of the run.
       batch: the ShapeDtypeStructs of a training batch, each [batch, ...].
-      tx: the optimizer.
       plan: the layout of the state.
       key: the key of the initial parameters and of the random numbers of the steps.
     """
@@ -70,7 +68,6 @@ class Run(PlannedRun):
 
     Attributes:
       console: prints its progress.
-      directory: its folder.
       data: the training data.
       evaluators: what is evaluated, by name: `TrainConfig.evaluators` or its default.
       evaluated: the data of each evaluator that reads any, by the name of the evaluator.
@@ -116,9 +113,7 @@ class Run(PlannedRun):
 def prepare(config: TrainConfig, console: RunConsole | None = None) -> Run:
     """Opens the data of a run, and decides the layout of its state. No array is created.
 
-    Args:
-      config: the settings of the run.
-      console: prints its progress, by default on standard output.
+    `console` prints its progress, by default on standard output.
 
     Raises:
       ConfigError, ValueError: if the data cannot be read, or a setting cannot be honoured.
@@ -162,9 +157,7 @@ def prepare(config: TrainConfig, console: RunConsole | None = None) -> Run:
 def plan_run(config: TrainConfig, row: Row) -> PlannedRun:
     """Decides the layout of the state and of the batches of a run. No array is created.
 
-    Args:
-      config: the settings of the run.
-      row: a row of its training data, or any row with the same arrays.
+    `row` is a row of its training data, or any row with the same arrays.
 
     Raises:
       ConfigError, ValueError: if the objective is malformed, or the rules do not fit the state.
@@ -198,9 +191,7 @@ def plan_run(config: TrainConfig, row: Row) -> PlannedRun:
 def initialize_some(run: Run, paths: Collection[str]) -> dict[str, jax.Array]:
     """Makes some of the arrays of a new run, each in its shards.
 
-    Args:
-      run: the run.
-      paths: the paths of the arrays in the state.
+    `paths` are the paths of the arrays in the state.
     """
 
     def select(state: Any) -> dict[str, Any]:

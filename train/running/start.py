@@ -111,11 +111,6 @@ def _start_from(
 def restore_state(run: Run, saved: Checkpoints, start: Start) -> tuple[TrainState | None, Start]:
     """Restores the state from which a run starts. A damaged checkpoint is skipped with a warning.
 
-    Args:
-      run: the run.
-      saved: its checkpoints.
-      start: its start.
-
     Returns:
       The state, or None if the run starts from scratch; and the start of the run, which is an older
       one if the checkpoint is damaged.
@@ -161,8 +156,6 @@ def roll_back(
     The optimizer's own count of updates stays as it was saved.
 
     Args:
-      run: the run.
-      saved: its checkpoints.
       newest: the step of the checkpoint.
       step: the step number of the state. The batches of the steps in between are passed over.
 
@@ -179,9 +172,7 @@ def roll_back(
 def open_feed(run: Run, first_step: int) -> Feed:
     """Begins to read the batches of a run.
 
-    Args:
-      run: the run.
-      first_step: the last finished step, whose successor gets the first batch.
+    `first_step` is the last finished step, whose successor gets the first batch.
     """
     config = run.config
     layout = config.partitioner.get_data_layout(config.batch_size)

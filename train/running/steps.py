@@ -16,7 +16,7 @@ from train.config import GradientDType, NotFinitePolicy
 from train.objectives import Loss, Objective, compute_loss
 from train.objectives.objective import Batch, mean_metrics
 from train.optimizers import global_norm
-from train.running.health import NOT_FINITE, describe_not_finite
+from train.running.stopping import NOT_FINITE, describe_not_finite
 
 Metrics = dict[str, jax.Array]
 
@@ -38,7 +38,6 @@ def make_train_step(
 
     Args:
       objective: what the step minimizes.
-      tx: the optimizer.
       key: the key of the random numbers of the model. Step n uses fold_in(key, n), so a resumed
         run repeats them.
       num_microbatches: the number of parts of a batch. Their gradients are computed one after

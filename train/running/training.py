@@ -25,7 +25,6 @@ from train.reporting.console import RunConsole
 from train.reporting.meter import Meter, Profiler, StartClock, format_figures
 from train.reporting.writers import Writers, open_writers
 from train.running.checks import agree_on_layout, agree_on_settings, check_plan
-from train.running.health import Health, NotFinite
 from train.running.loop import (
     Due,
     completing,
@@ -48,7 +47,7 @@ from train.running.start import (
     write_run_files,
 )
 from train.running.steps import Metrics
-from train.running.stopping import StopConditions
+from train.running.stopping import Health, NotFinite, StopConditions
 
 
 def train(config: TrainConfig, *, expect_plan: str | os.PathLike[str] | None = None) -> TrainState:
@@ -139,13 +138,11 @@ class Loop:
     """The training loop.
 
     Attributes:
-      run: the run.
       step: the last step that has begun.
       programs: the compiled programs.
       clock: measures how long the run takes to start.
       feed: the batches.
       evaluators: the prepared evaluators, by name.
-      saved: the checkpoints.
       writers: where metrics go.
       reason: why the run ends early, or None.
     """

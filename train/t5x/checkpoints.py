@@ -80,7 +80,6 @@ class T5XCheckpoints(checkpoints.Checkpoints):
     T5X ignores the manifest and the record in them. Its own have neither, and are accepted.
 
     Args:
-      directory: the folder of the run.
       config: when to save, and which checkpoints to keep. Only checkpoints of this trainer count.
       restore: the settings that name `directory`, if it belongs to another run.
     """

@@ -12,10 +12,9 @@ from partitioning import BasePartitioner
 from train.evaluators.held_out import HeldOut
 from train.running.evaluation import evaluate as evaluate_here
 from train.t5x.checkpoint_configs import RestoreCheckpointConfig
-from train.t5x.datasets import DatasetConfig
-from train.t5x.evaluations import decoded_evaluators
+from train.t5x.datasets import DatasetConfig, decoded_evaluators
 from train.t5x.gin_utils import writers_with
-from train.t5x.restored_runs import restored_run
+from train.t5x.run_functions import restored_run
 from train.t5x.seqio import open_evaluator
 
 KEY = 'eval_script.evaluate'

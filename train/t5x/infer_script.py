@@ -24,7 +24,7 @@ from train.t5x.checkpoint_configs import RestoreCheckpointConfig
 from train.t5x.datasets import DatasetConfig
 from train.t5x.gin_utils import writers_with
 from train.t5x.refusals import check_off, check_one_of, expect, refusal
-from train.t5x.restored_runs import restored_run
+from train.t5x.run_functions import restored_run
 from train.t5x.seqio import Feature
 
 KEY = 'infer_script.infer'

@@ -11,10 +11,9 @@ import jax
 from gin import config as gin_internals
 
 from train.gin import places
-from train.gin.aliases import Aliases
 from train.gin.configurables import BY_MODULE
 from train.gin.parsing import Statement
-from train.gin.selectors import is_import
+from train.gin.selectors import Aliases, is_import
 
 # T5X's modules -> the modules here that have the same names.
 MODULES = {

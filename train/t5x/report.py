@@ -33,7 +33,6 @@ class Row:
     Attributes:
       configurable: what is set, as the file writes it, with its scope.
       ours: the full name of what receives the setting here, or None.
-      parameter: the name of the setting.
       value: its value, as a gin file writes it.
       meaning: what it becomes here, or why it has no equivalent.
       status: 'equivalent', 'no effect' or 'none'.

@@ -103,9 +103,7 @@ class SeqioExamples(Source):
     files of the task change: then delete the index.
 
     Attributes:
-      task: the task of seqio.
       reading: how it is read.
-      feature: the name of the feature.
     """
 
     task: Any

@@ -19,9 +19,9 @@ from train.reporting.console import RunConsole
 from train.running.training import train as train_here
 from train.t5x import seqio
 from train.t5x.checkpoint_configs import CheckpointConfig
-from train.t5x.datasets import DatasetConfig
-from train.t5x.evaluations import (
+from train.t5x.datasets import (
     DECODED,
+    DatasetConfig,
     decoded_evaluators,
     held_out_evaluators,
     tasks_of,

@@ -184,7 +184,6 @@ def translate_actions(
     """Returns the conditions that end a run, and whether one is that its training loss is finite.
 
     Args:
-      key: the setting that names the actions.
       actions: a list of actions for each mode, or None.
       evaluators: for TRAIN_EVAL and INFER_EVAL, the evaluator of each task, by name.
 

@@ -51,9 +51,7 @@ def chunk_shape(array: StoredArray, max_bytes: int) -> tuple[int, ...]:
     A chunk is a part of one piece, so it is written once. It has at most `max_bytes`, unless the
     sizes of the chunks that are read have only large factors.
 
-    Args:
-      array: the array.
-      max_bytes: the size of the largest chunk.
+    `max_bytes` is the size of the largest chunk.
     """
     piece = piece_shape(array)
     chunk = list(piece)

@@ -94,7 +94,6 @@ def find_shares(array: StoredArray, struct: jax.ShapeDtypeStruct, number: int) -
     reads some of them. `exchanges` says which shards are divided.
 
     Args:
-      array: the stored array.
       struct: the shape, the dtype and the sharding that the array is restored to.
       number: the number of the array in the checkpoint, so that single pieces of successive arrays
         have different readers.
@@ -175,7 +174,6 @@ class _Reading(NamedTuple):
     """An array that is being read.
 
     Attributes:
-      name: its name.
       struct: its shape, dtype and sharding.
       buffers: the host memory of each shard of this process.
       exchanged: whether processes read parts of the same shards, and exchange them.

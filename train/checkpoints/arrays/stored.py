@@ -46,7 +46,6 @@ class StoredArray:
       np.asarray(array)                 # all of it
 
     Attributes:
-      shape: the shape.
       dtype: the dtype of the values that are read.
       start: starts to read a slice, and returns a future of the values in file order.
       chunk: the shape of the chunks in which it is stored. Each is read as a whole, whatever part

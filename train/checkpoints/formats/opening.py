@@ -33,7 +33,6 @@ class Place(NamedTuple):
 
     Attributes:
       path: its folder or file.
-      format: its format.
       items: the folders of arrays below `path` if Orbax wrote them; '' is `path` itself.
     """
 
@@ -152,8 +151,7 @@ def list_steps(folder: epath.Path) -> list[FoundStep]:
 
     Folders that a save has left unfinished are among them.
 
-    Args:
-      folder: the folder, which may have none.
+    `folder` may have none.
     """
     found = list[FoundStep]()
     for directory, prefix in ((folder / 'checkpoints', ''), (folder, ''), (folder, 'checkpoint_')):

@@ -51,9 +51,7 @@ class Place(NamedTuple):
     """The position of an array in a file, with its dtype and shape.
 
     Attributes:
-      file: the file.
       dtype: the dtype of its values.
-      shape: its shape.
       offset: the position of its first byte in the file.
     """
 
@@ -77,9 +75,8 @@ def open_safetensors(path: Any) -> dict[str, StoredArray]:
       arrays = open_safetensors('Llama-3.2-1B')
       arrays['model.norm.weight'].read()
 
-    Args:
-      path: a file, or a folder that contains an index and its files, or `model.safetensors`, or a
-        single file of any name. Paths are local, gs:// or s3://.
+    `path` is a file, or a folder that contains an index and its files, or `model.safetensors`, or a
+    single file of any name. Paths are local, gs:// or s3://.
 
     Returns:
       The arrays by name. A slice is read from its file when it is needed.

@@ -41,8 +41,7 @@ def read_arrays(path: Any) -> Arrays:
       arrays = read_arrays('runs/t5/checkpoint_1000')
       arrays['target/encoder/encoder_norm/scale'].read()
 
-    Args:
-      path: the folder `checkpoint_<step>`, or the one file of an old checkpoint.
+    `path` is the folder `checkpoint_<step>`, or the one file of an old checkpoint.
 
     Returns:
       The arrays by name. Parameters are below 'target/', the state of the optimizer is below

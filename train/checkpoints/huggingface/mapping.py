@@ -36,7 +36,6 @@ class Pair:
 
     Attributes:
       row: the row of the table.
-      ours: our name.
       theirs: the name in the files, or the names for each layer if ours has all layers.
       stacked: whether our first dimension is the layer.
     """
@@ -196,8 +195,6 @@ class Target(NamedTuple):
     """An array of a model, to be written.
 
     Attributes:
-      dtype: its dtype.
-      shape: its shape.
       parts: our arrays with its values, and the layer of those that have all layers.
     """
 

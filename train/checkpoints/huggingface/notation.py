@@ -102,7 +102,6 @@ def bounds_to_read(
 
     Args:
       theirs: the dimensions of the array.
-      sizes: their sizes.
       wanted: the first index and the end along each of them.
     """
     found = []

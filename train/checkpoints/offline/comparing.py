@@ -19,7 +19,6 @@ class ArrayDifference:
     """How an array differs between two checkpoints.
 
     Attributes:
-      name: its name.
       what: 'only in the first', 'only in the second', 'shape', 'dtype' or 'values'.
       first, second: the shape and dtype in each of them, or None where it is absent.
       absolute: the largest absolute difference of two values; NaN if only one of them is NaN.

@@ -41,7 +41,6 @@ class Conversion:
       format: the format that is written.
       folder: the folder or the step that is written. It does not exist yet.
       step: the step of the result.
-      arrays: its arrays by name.
       tree: the tree of their names for Orbax.
       lost: what the source has and the result does not, one entry for each kind of thing.
       model: the model of Hugging Face that is written, if that is the format.

@@ -39,7 +39,6 @@ class StepSummary:
       step: its step, or None if nothing says it.
       status: 'good' or another status of `FoundStep`.
       reason: why it is not good.
-      num_files: the number of its files.
       bytes_on_disk: their size.
       pending: the names of evaluations of this step that a signal has interrupted.
     """
@@ -59,7 +58,6 @@ class Summary(StepSummary):
     """What is in one checkpoint, in addition to what is known about its step.
 
     Attributes:
-      num_arrays: the number of all arrays.
       num_parameters: the number of elements of all parameters.
       bytes_by_role: the size of the arrays of each role in memory.
       bytes_by_dtype: the size of the arrays of each dtype in memory.
@@ -80,10 +78,8 @@ class Summary(StepSummary):
 def summarize(checkpoint: Checkpoint, pattern: str | None = None) -> Summary:
     """Summarizes one checkpoint.
 
-    Args:
-      checkpoint: the checkpoint.
-      pattern: a regular expression; each array whose name contains it is listed. By default, all
-        arrays are listed in groups.
+    `pattern` is a regular expression; each array whose name contains it is listed. By default, all
+    arrays are listed in groups.
 
     Raises:
       ConfigError: if the pattern is not valid, or no name contains it.
@@ -128,7 +124,6 @@ def summarize_step(found: FoundStep, place: Place | None = None) -> StepSummary:
     """Summarizes a step of a run.
 
     Args:
-      found: the step.
       place: its arrays, which are looked for by default.
     """
     place, path = place or find_place(found.path), found.path
@@ -165,11 +160,8 @@ class ArrayGroup:
     Attributes:
       name: their name, with the numbers as ranges, such as 'params/layers_[0-11]/mlp/wi/kernel', or
         with '*' for the name of a parameter, such as 'opt_state/0/mu/*'.
-      count: the number of arrays.
       shape: the shape of each, or None if they differ.
-      dtype: the dtype of each.
       nbytes: the size of all of them, in bytes.
-      role: their role.
     """
 
     name: str

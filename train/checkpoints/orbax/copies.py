@@ -33,7 +33,6 @@ def write_arrays(
     """Writes a tree of stored arrays into a new folder, which is there as a whole or not.
 
     Args:
-      folder: the folder.
       tree: dicts and lists of stored arrays, and None.
       report: receives the number of bytes of every piece that has been written.
       texts: the items of the checkpoint that are folders of texts. The arrays are then the item

@@ -27,8 +27,7 @@ def read_orbax(folder: epath.Path) -> dict[str, StoredArray]:
 
     If the step has a manifest, every file is checked against it before it is read.
 
-    Args:
-      folder: the folder of one item, such as `<step>/state`.
+    `folder` is the folder of one item, such as `<step>/state`.
 
     Returns:
       The arrays by name: their keys in the saved tree, joined by '/'.

@@ -30,7 +30,6 @@ def make_room(
 
     Args:
       path: the folder of the step, which need not exist.
-      step: the step.
       needs_manifest: whether only a step with a manifest is taken for a complete one.
       is_damaged: whether the content of the step is known to be damaged, whatever its sizes.
 
@@ -61,8 +60,7 @@ def make_room(
 def delete_step(path: epath.Path) -> None:
     """Deletes what a save has written into the folder of a step. Other files stay, in the folder.
 
-    Args:
-      path: the folder of a step, finished or not, with a record or a manifest of this package.
+    `path` is the folder of a step, finished or not, with a record or a manifest of this package.
 
     Raises:
       OSError: if it cannot be deleted.

@@ -27,11 +27,8 @@ from train.paths import is_remote
 def examine(folder: epath.Path, step: int, *, contents: bool = False) -> FoundStep:
     """Finds out the status of a step by its names and sizes.
 
-    Args:
-      folder: its folder.
-      step: the step in its name.
-      contents: whether the files that do not belong to an array are compared with their checksums.
-        The files of arrays are compared when they are read.
+    `contents` says whether the files that do not belong to an array are compared with their
+    checksums. The files of arrays are compared when they are read.
 
     Raises:
       ConfigError: if a newer version of this package wrote it.

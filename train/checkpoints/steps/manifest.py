@@ -69,7 +69,6 @@ class Manifest:
     """The files of a saved step.
 
     Attributes:
-      step: the step.
       files: the record of each file, by its path below the folder of the step.
       versions: the versions of the packages that wrote it.
     """

@@ -63,8 +63,7 @@ def has_record(folder: epath.Path) -> bool:
 def read_record(folder: epath.Path) -> StepRecord | None:
     """Reads the record of a step, or returns None if the folder has none.
 
-    Args:
-      folder: the folder of the step, or Orbax's temporary folder of it.
+    `folder` is the folder of the step, or Orbax's temporary folder of it.
 
     Raises:
       DamagedCheckpoint: if it cannot be read.

@@ -39,8 +39,6 @@ class FoundStep:
     """A folder that may be a saved step.
 
     Attributes:
-      path: the folder.
-      step: the step in its name.
       status: 'good'; 'damaged', if the files differ from its manifest; 'unfinished', if a save or a
         deletion by this package did not finish; 'without a manifest', if an older version of this
         package or another program wrote it; or 'not a checkpoint'.
@@ -112,9 +110,8 @@ class CheckedFiles:
         It returns when all of them are checked. Afterwards, a local file is in the page cache, so
         reading it right away does not wait for the disk.
 
-        Args:
-          names: the paths of the files below the folder. Chunks that were never written, because
-            they have only the fill value, are not in the manifest and need no check.
+        `names` are the paths of the files below the folder. Chunks that were never written, because
+        they have only the fill value, are not in the manifest and need no check.
 
         Raises:
           DamagedCheckpoint: if a file does not have the content that was written.

@@ -39,7 +39,6 @@ class File:
     Attributes:
       name: its path relative to the root of the corpus, with slashes. A file outside the root keeps
         its absolute path.
-      path: its path.
       size: its size as it is stored, in bytes.
       modified: the time of its last change in nanoseconds, or, in a store of objects, a string that
         changes with the content.
@@ -136,7 +135,6 @@ def open_file(
     """Opens a file, and decompresses it if its name ends in .gz, .zst, .bz2 or .xz.
 
     Args:
-      file: the file.
       max_bytes: a compressed file with more bytes is refused. By default, it may have 1 GiB, or
         100 times its compressed size if that is more.
       max_window_bytes: the memory that a decompressor may take for what it has read before. It

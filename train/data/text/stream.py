@@ -40,7 +40,6 @@ class VerifiedBlocks:
 
     Args:
       path: the file, for the message.
-      values: its values.
       checksums: uint64 [blocks], the checksum of each block when the file was written.
     """
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from train.models.experts.config import ExpertsConfig
+from train.models.experts.dropless import Activation, Mlps
 from train.models.experts.mixture import mix
-from train.models.experts.mlp import Activation, Mlps
 
 
 class ExpertMlp(nn.Module):

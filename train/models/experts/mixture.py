@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from train.models.experts import dropless, routing
 from train.models.experts.config import ExpertsConfig
-from train.models.experts.mlp import Mlps
+from train.models.experts.dropless import Mlps
 from train.models.residual import lay_out
 
 

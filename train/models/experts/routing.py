@@ -177,7 +177,6 @@ def take_rows(x_GNM: jax.Array, rows_GP: jax.Array, back_GNR: jax.Array) -> jax.
     """Takes rows of each group, and 0 for indices outside.
 
     Args:
-      x_GNM: the rows.
       rows_GP: the index n of each row to take, or one outside [0, N).
       back_GNR: the indices p at which row n is taken, filled up with ones outside [0, P).
     """

@@ -46,11 +46,9 @@ class Stages:
 
     Attributes:
       axis: the mesh axis of the stages.
-      count: the number of stages.
       row_axes: the mesh axes of the rows of a batch, in order, with `axis`. Each stage keeps its
         share of the rows before the first layer and after the last one.
       data: the number of shards of a microbatch.
-      pipeline: the settings.
       layers: the number of layers that a stage runs without a break.
     """
 

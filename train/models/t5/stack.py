@@ -26,7 +26,6 @@ class Layer(nn.Module):
     Attributes:
       config: sizes and choices.
       deterministic: whether there is no dropout.
-      kind: what it is a layer of.
       decode: whether keys and values are cached, for one new position per call.
       prefill: see `Attention`.
       max_decode_length: the length of the cache while decoding.

@@ -256,7 +256,6 @@ def choose_rows(
     """Returns 'batch_size' and 'sequence_length' of batches with a number of tokens.
 
     Args:
-      model: the model.
       batch_tokens: the number of tokens in a batch, a multiple of the length of a row.
       sequence_length: the length of a row, by default what the model was made for, up to 4096.
 

@@ -92,7 +92,6 @@ def decide(config: LaunchConfig, attempt: Attempt, restarted: int) -> Decision:
     """Decides what happens after all processes have ended.
 
     Args:
-      config: the settings.
       attempt: how the processes have ended.
       restarted: how often they have been started again so far.
     """
@@ -140,7 +139,6 @@ def run_attempts(
     Their lines go to standard output, and what the launcher says to standard error.
 
     Args:
-      config: the settings.
       make_children: returns what each process runs, given their number and the port of process 0.
       command: the command that starts the run again, as one types it.
 

@@ -62,7 +62,6 @@ def prefixed(process: int, line: str, colour: bool = False) -> str:
 
     Args:
       process: the index.
-      line: the line.
       colour: whether the index has the colour of its process.
     """
     index = f'[{process}]'

@@ -32,7 +32,6 @@ class Child:
 
     Attributes:
       command: the program and its arguments.
-      environment: its environment.
     """
 
     command: Sequence[str]
@@ -65,10 +64,6 @@ def supervise(
 
 class _Process:
     """A process that was started.
-
-    Args:
-      index: its index.
-      child: what it runs.
 
     Attributes:
       output: the file descriptor of the pipe with its output, or None when that is closed.
@@ -146,7 +141,6 @@ class _Supervisor:
     """The loop that watches the processes of one attempt.
 
     Attributes:
-      processes: all of them.
       ends: how some have ended, in their order.
       stopped_by: the first signal from the user, if any.
     """
