@@ -232,9 +232,8 @@ def search_case(case: Case, stored: Mapping[str, Any], pictures: Path | None) ->
 
     from partitioning.hardware import CHIPS
     from train.planning.forecasts import predict_step
-    from train.planning.frontier import draw_search
     from train.planning.searching import Prediction, search
-    from train.planning.tables import summary_lines
+    from train.planning.tables import draw_search, summary_lines
 
     space = space_of(case)
     limit = CHIPS[case.topology.partition(':')[0]].hbm_bytes_per_device

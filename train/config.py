@@ -15,7 +15,7 @@ from partitioning import BasePartitioner
 from partitioning.hardware import OptionValue, check_option
 from train.checkpoints import CheckpointConfig, RestoreConfig
 from train.data import Lengths, Prefetch, Task
-from train.data.rows.lengths import check_lengths
+from train.data.rows.packing import check_lengths
 from train.errors import ConfigError, FailurePolicy, check_counts, first_line
 from train.machine.compiling import CacheSetting
 from train.objectives import Objective

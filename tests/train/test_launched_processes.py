@@ -16,8 +16,7 @@ import pytest
 from train.processes.launching import attempts, supervision
 from train.processes.launching.attempts import LaunchConfig, run_attempts
 from train.processes.launching.children import child_environment
-from train.processes.launching.endings import find_cause
-from train.processes.launching.lines import Printer
+from train.processes.launching.endings import Printer, find_cause
 from train.processes.launching.supervision import Child, signal_inbox, supervise
 
 pytestmark = pytest.mark.core

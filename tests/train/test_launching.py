@@ -13,14 +13,16 @@ from train.errors import ConfigError
 from train.processes.launching.attempts import LaunchConfig, count_after_loss, decide
 from train.processes.launching.children import devices_per_process, reserved_port, visible_gpus
 from train.processes.launching.endings import (
+    MAX_LINE_BYTES,
     Attempt,
+    LineReader,
     ProcessEnd,
     describe_failure,
     failure_lines,
     find_cause,
     lost_processes,
+    prefixed,
 )
-from train.processes.launching.lines import MAX_LINE_BYTES, LineReader, prefixed
 
 pytestmark = pytest.mark.core
 

@@ -12,12 +12,17 @@ from small import small_config
 from train.cli.searching import Source, answer, compile_in_new_process
 from train.planning import search_runs
 from train.planning.candidates import Candidate
-from train.planning.frontier import draw_search, find_frontier, list_points
 from train.planning.machines import Machine
 from train.planning.presets import Layout
 from train.planning.searching import Found, Outcome, Prediction, SearchResult
 from train.planning.space import Choices
-from train.planning.tables import search_table, summary_lines
+from train.planning.tables import (
+    draw_search,
+    find_frontier,
+    list_points,
+    search_table,
+    summary_lines,
+)
 
 GIB = 2**30
 LAYOUTS = [Layout('fsdp'), Layout('zero'), Layout('fsdp_tensor', (('NUM_PARTITIONS', 4),))]

@@ -16,7 +16,7 @@ from train.data import ByT5Tokenizer, ByteTokenizer, CausalLM, InputsToTargets, 
 from train.data.text.sources import Records
 from train.errors import ConfigError
 from train.gin.load import find_entry
-from train.gin.places import allow_packages
+from train.gin.parsing import allow_packages
 from train.t5x import seqio
 from train.t5x.datasets import DatasetConfig
 

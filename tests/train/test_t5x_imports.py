@@ -164,7 +164,7 @@ def test_settings_that_t5x_no_longer_has_are_reported(write, capsys):
 
 
 def test_values_that_are_refused_name_their_place(write):
-    from train.gin.places import find_place
+    from train.gin.parsing import find_place
 
     text = "from t5x import utils\ntrain/utils.DatasetConfig:\n  split = %SPLIT\nSPLIT = 'x'\n"
     text += "train_eval/utils.DatasetConfig.split = 'y'\nA = [@train/utils.DatasetConfig(), "

@@ -209,7 +209,7 @@ def explain(error: Exception) -> str | None:
     text, _, called = str(error).partition("\n  In call to configurable '")
     message, called = ' '.join(text.split()), called.partition("'")[0]
     if any(raised_in.is_relative_to(root / package) for package in ('partitioning', 'train')):
-        from train.gin.places import find_place
+        from train.gin.parsing import find_place
 
         place = find_place(message)
         return f'{place}: {message}' if place else message

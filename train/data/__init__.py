@@ -6,8 +6,8 @@ source --(tokenizer)--> token index --(task)--> rows --(layout)--> local batches
 from train.data.feed import Batch, Feed, FiniteBatches, LocalBatches, Prefetch
 from train.data.rows.examples import Examples, RandomTokens
 from train.data.rows.inputs_to_targets import InputsToTargets
-from train.data.rows.lengths import Lengths
 from train.data.rows.open_task import EvaluationSet, OpenTask, OpenText
+from train.data.rows.packing import Lengths
 from train.data.rows.pair_tasks import PairTask
 from train.data.rows.subset import Subset
 from train.data.rows.tasks import CausalLM, Mixture, Task, TextTask

@@ -12,7 +12,7 @@ import numpy as np
 
 from partitioning import TrainState
 from train.data import FiniteBatches, Lengths, Task
-from train.data.rows.lengths import check_lengths
+from train.data.rows.packing import check_lengths
 from train.data.rows.pair_tasks import adapt
 from train.decoding import predict as predict_batch
 from train.errors import ConfigError, check_counts

@@ -17,8 +17,8 @@ import numpy as np
 from partitioning import TrainState
 from train.data import EvaluationSet, FiniteBatches, Lengths, Task
 from train.data.feed import abstract_batch
-from train.data.rows.lengths import check_lengths
 from train.data.rows.open_task import check_same_arrays
+from train.data.rows.packing import check_lengths
 from train.errors import ConfigError, check_counts
 from train.evaluators.evaluator import (
     EvaluatedRun,

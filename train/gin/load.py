@@ -13,7 +13,7 @@ import gin
 from gin import config as gin_internals
 
 from train.errors import ConfigError, first_line
-from train.gin import checks, parsing, places
+from train.gin import checks, parsing
 from train.gin.configurables import is_within, register_listed
 from train.gin.parsing import parse
 from train.gin.selectors import NO_ALIASES, Aliases, Resolver, is_import
@@ -59,8 +59,8 @@ def configure(
     register_listed()
     checks.import_modules(statements, allow, aliases)
     resolver = checks.check_names(statements, allow, aliases)
-    places.remember(statements)
-    places.allow_packages(allow)
+    parsing.remember(statements)
+    parsing.allow_packages(allow)
     for statement in statements:
         try:
             _bind(statement, resolver)
@@ -105,7 +105,7 @@ def _bind(statement: parsing.Statement, resolver: Resolver) -> None:
         configurable = resolver.resolve(parsed.selector, statement)
         name = configurable.selector if configurable else parsed.selector
         if configurable and (why := checks.is_gone(configurable, parsed.arg_name, aliases)):
-            places.print_note(
+            parsing.print_note(
                 f'{statement.place}: {parsed.selector}.{parsed.arg_name} is gone: {why}'
             )
             return

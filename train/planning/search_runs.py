@@ -21,11 +21,10 @@ from train.errors import first_line, os_errors_as
 from train.paths import replacing
 from train.planning.candidates import Candidate, change_run, sizes_of
 from train.planning.forecasts import forecast_run, plan_step, predict_step
-from train.planning.frontier import draw_search
 from train.planning.machines import Machine
 from train.planning.searching import Outcome, Prediction, SearchResult, search
 from train.planning.space import Choices, choices_for, list_space
-from train.planning.tables import summary_lines
+from train.planning.tables import draw_search, summary_lines
 
 BEST, RESULT, PICTURE, REMEMBERED = 'best.gin', 'search.json', 'search.png', 'remembered.json'
 # A forecast depends on the versions of what compiles it.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from train.data import CausalLM, Lengths, Mixture, PairTask, Subset, Task, TextTask
-from train.data.rows.lengths import FEATURES
+from train.data.rows.packing import FEATURES
 from train.data.rows.pair_tasks import adapt, map_parts
 from train.data.rows.subset import parse_split
 from train.errors import ConfigError, check_counts, check_fields

@@ -10,9 +10,8 @@ import gin
 import jax
 from gin import config as gin_internals
 
-from train.gin import places
 from train.gin.configurables import BY_MODULE
-from train.gin.parsing import Statement
+from train.gin.parsing import Statement, print_note
 from train.gin.selectors import Aliases, is_import
 
 # T5X's modules -> the modules here that have the same names.
@@ -99,7 +98,7 @@ def let_the_submesh_decide(statements: Sequence[Statement]) -> None:
                 gin.bind_parameter((scope, name, dropped), None)
                 if not on_tpu:
                     gin.bind_parameter((scope, name, 'num_partitions'), math.prod(submesh))
-                places.print_note(
+                print_note(
                     f'num_partitions={count} has no effect, because {SUBMESH}={submesh} is set, too'
                 )
 

@@ -24,7 +24,7 @@ import gin
 from partitioning.rules import nearest
 from train.data import ByT5Tokenizer, SentencePieceTokenizer, Task, TokenIds, Tokenizer
 from train.errors import ConfigError, check_counts, check_fields
-from train.gin.places import is_allowed
+from train.gin.parsing import is_allowed
 from train.paths import as_path
 from train.t5x import seqio_tasks
 from train.t5x.refusals import check_bools, check_off, check_one_of, expect, expect_class, refusal

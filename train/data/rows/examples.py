@@ -12,10 +12,9 @@ import grain
 import jax
 import numpy as np
 
-from train.data.rows.lengths import Lengths, target_length
 from train.data.rows.open_task import EvaluationSet, OpenTask, check_same_arrays, check_seed
 from train.data.rows.order import shuffle
-from train.data.rows.packing import Row, blank_tokens, check_within
+from train.data.rows.packing import Lengths, Row, blank_tokens, check_within, target_length
 from train.data.rows.tasks import Task, no_progress
 from train.data.text.token_index import Progress
 from train.errors import ConfigError, check_counts

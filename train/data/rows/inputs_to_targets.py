@@ -8,9 +8,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from train.data.rows.lengths import FEATURES, Lengths, pair_lengths
 from train.data.rows.open_task import OpenText, Part, Rows
-from train.data.rows.packing import Row
+from train.data.rows.packing import FEATURES, Lengths, Row, pair_lengths
 from train.data.rows.pair_tasks import MakeRow, PairTask, check_padding
 from train.data.rows.pairs import Ending, PairRows, Pairs
 from train.data.rows.tasks import no_progress

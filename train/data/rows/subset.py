@@ -9,10 +9,9 @@ from typing import Any
 import grain
 import numpy as np
 
-from train.data.rows.lengths import Lengths
 from train.data.rows.open_task import EvaluationSet, OpenText, Part
 from train.data.rows.order import mix
-from train.data.rows.packing import Row
+from train.data.rows.packing import Lengths, Row
 from train.data.rows.tasks import TextTask, no_progress
 from train.data.text.token_index import Progress, TokenIndex
 from train.errors import ConfigError, check_counts

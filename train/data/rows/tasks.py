@@ -9,9 +9,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
-from train.data.rows.lengths import Lengths, target_length
 from train.data.rows.open_task import OpenTask, OpenText, Part, Rows
-from train.data.rows.packing import Row, SplitRows, blank_tokens, pack
+from train.data.rows.packing import Lengths, Row, SplitRows, blank_tokens, pack, target_length
 from train.data.text.sources import Source
 from train.data.text.stream import Stream
 from train.data.text.token_index import Progress, open_index

@@ -23,9 +23,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from train.data.rows.lengths import Lengths, check_lengths, pair_lengths
 from train.data.rows.open_task import Rows
-from train.data.rows.packing import Row, check_within
+from train.data.rows.packing import Lengths, Row, check_lengths, check_within, pair_lengths
 from train.data.rows.pair_tasks import Architecture, PairTask, check_padding
 from train.data.rows.pairs import Pair
 from train.data.rows.tasks import SourceTask

@@ -12,11 +12,11 @@ from train.errors import ConfigError, check_counts
 from train.processes.launching.children import reserved_port
 from train.processes.launching.endings import (
     Attempt,
+    Printer,
     describe_failure,
     find_cause,
     lost_processes,
 )
-from train.processes.launching.lines import Printer
 from train.processes.launching.supervision import Child, read_inbox, signal_inbox, supervise
 from train.processes.signals import AFTER_CTRL_C, RESTARTABLE, exit_code_after
 

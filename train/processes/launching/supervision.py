@@ -13,8 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 
-from train.processes.launching.endings import Attempt, ProcessEnd
-from train.processes.launching.lines import LineReader, Printer
+from train.processes.launching.endings import Attempt, LineReader, Printer, ProcessEnd
 from train.processes.signals import SECONDS_OF_ONE_REQUEST, SIGNALS
 
 # The time between SIGTERM and SIGKILL.
