@@ -15,7 +15,7 @@ from typing import Any
 from etils import epath
 
 from partitioning.untrusted_text import parse_json
-from train.errors import ConfigError
+from train.errors import ConfigError, os_errors_as
 from train.paths import replacing
 
 
@@ -86,14 +86,10 @@ class PartFiles:
                     'the folder, or write to another output_dir'
                 )
         else:
-            try:
+            with os_errors_as(f'{self.folder} cannot be written:'):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with replacing(file) as unfinished:
                     unfinished.write_text(json.dumps(settings))
-            except OSError as error:
-                raise ConfigError(
-                    f'{self.folder} cannot be written: {error.strerror or error}'
-                ) from error
         count = 0
         while self.part(count).exists():
             count += 1

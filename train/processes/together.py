@@ -11,7 +11,6 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -95,7 +94,8 @@ def _await_cause(error: BaseException) -> None:
         one = one.__cause__ or one.__context__
 
 
-def raise_on_all_processes(title: str = 'a part of the run') -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def raise_on_all_processes(title: str = 'a part of the run') -> Iterator[None]:
     """Raises an error on every process if the body fails on any of them.
 
     Without it, the other processes would wait for the one that failed. All processes must enter the
@@ -108,12 +108,9 @@ def raise_on_all_processes(title: str = 'a part of the run') -> AbstractContextM
       ConfigError: on the other processes, with the first process that failed and its message. It is
         of the same type if that error is a ConfigError.
     """
-    alone = jax.process_count() == 1
-    return contextlib.nullcontext() if alone else _raising_everywhere(title)
-
-
-@contextlib.contextmanager
-def _raising_everywhere(title: str) -> Iterator[None]:
+    if jax.process_count() == 1:
+        yield
+        return
     failure: Exception | None = None
     try:
         yield

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from partitioning import BasePartitioner, PjitPartitioner, TrainState
-from train.checkpoints import RestoreConfig, find_checkpoint, open_restored
+from train.checkpoints import find_checkpoint, open_restored
 from train.errors import ConfigError, check_counts
 from train.exporting import export_program
 from train.paths import as_path
@@ -231,7 +231,9 @@ def save(
     settings, console = dict(locals()), RunConsole()
     for note in _check(settings):
         console.say(note)
-    restore, lengths = _checkpoint(settings), _lengths(model, task_feature_lengths)
+    if (restore := restore_checkpoint_cfg.translated()) is None:
+        raise ConfigError('utils.RestoreCheckpointConfig.path is empty: give a checkpoint')
+    lengths = _lengths(model, task_feature_lengths)
     folder, step = find_checkpoint(restore)
     with (
         console.phase('restoring the checkpoint'),
@@ -310,13 +312,6 @@ def _check_vocabularies(
         if name in wanted and feature.vocabulary.identity != wanted[name].identity:
             why = f"the vocabulary of {name} is not the model's"
             raise refusal(f'{KEY}.output_features', sorted(features or {}), why)
-
-
-def _checkpoint(settings: Mapping[str, Any]) -> RestoreConfig:
-    restore = settings['restore_checkpoint_cfg'].translated()
-    if restore is None:
-        raise ConfigError('utils.RestoreCheckpointConfig.path is empty: give a checkpoint')
-    return restore
 
 
 def _lengths(model: BaseTransformerModel, lengths: Mapping[str, int]) -> dict[str, int]:

@@ -19,7 +19,7 @@ import fsspec
 from etils import epath
 from fsspec.compression import compr
 
-from train.errors import ConfigError, first_line, import_optional
+from train.errors import ConfigError, first_line, import_optional, os_errors_as
 from train.paths import absolute, as_path, is_remote
 
 # The end of a file's name -> the name of its compression in fsspec.
@@ -94,10 +94,8 @@ def _local_files(root: epath.Path | None, pattern: str, exclude: Sequence[str]) 
         if any(part in f'/{name}' for part in exclude):
             continue
         path = (root or epath.Path()) / match
-        try:
+        with os_errors_as(f'{path} cannot be read:'):
             status = os.stat(path)
-        except OSError as error:
-            raise ConfigError(f'{path} cannot be read: {error.strerror}') from error
         if S_ISREG(status.st_mode):
             yield File(name, path, status.st_size, status.st_mtime_ns)
 

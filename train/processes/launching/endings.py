@@ -1,4 +1,4 @@
-"""What the processes of a run print, as whole lines, how they have ended, and which is the cause."""
+"""What the processes of a run print, as whole lines, how they end, and which one is the cause."""
 
 from __future__ import annotations
 
