@@ -1,4 +1,4 @@
-"""Errors that a user can fix, explained in one line."""
+"""Errors that a user can fix, explained in one line, and checks of settings that raise them."""
 
 import contextlib
 import dataclasses
@@ -22,13 +22,7 @@ class ConfigError(ValueError):
 
 
 def check_counts(minimum: int = 1, **counts: int) -> None:
-    """Checks that each setting is an integer of at least `minimum`.
-
-    `minimum` is the smallest value allowed.
-
-    Raises:
-      ConfigError: if a setting is not an integer, or is smaller.
-    """
+    """Checks that each setting is an integer of at least `minimum`."""
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < minimum:
             raise ConfigError(f'{name} is {count!r}: it must be an integer >= {minimum}')
@@ -39,9 +33,6 @@ def check_number(name: str, value: Any, allowed: str) -> None:
 
     `allowed` is the interval in the usual notation, such as `[0, 1)` or `(0, inf)`. With `(0, 1] or
     None`, None is allowed too.
-
-    Raises:
-      ConfigError: if the setting is not such a number.
     """
     interval, _, or_none = allowed.partition(' or ')
     if (value is None and or_none) or is_within(value, interval):
@@ -83,9 +74,6 @@ def check_fields(kind: type, settings: Any, owner: str = '', **intervals: str) -
       owner: what precedes the names of its fields in messages, such as `Pipeline.`.
       intervals: the interval of each number that may not be every integer >= 1 or number > 0, as
         for `check_number`. Of an interval of integers, only the least one counts.
-
-    Raises:
-      ConfigError: if a field has another value.
     """
     for field, hint in _type_hints(kind).items():
         name, value = f'{owner}{field}', getattr(settings, field)
@@ -115,11 +103,7 @@ def check_fields(kind: type, settings: Any, owner: str = '', **intervals: str) -
 
 
 def check_seconds(**values: float) -> None:
-    """Checks that each setting is a number of seconds above 0.
-
-    Raises:
-      ConfigError: if a setting is not a number, or not above 0.
-    """
+    """Checks that each setting is a number of seconds above 0."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ConfigError(f'{name} is {value!r}: it must be a number of seconds > 0')

@@ -245,11 +245,7 @@ def keep_top_p(logits_NV: jax.Array, top_p: float) -> jax.Array:
 
 
 def check_sampling(temperature: Any, top_k: int, top_p: float) -> None:
-    """Checks the settings of sampling.
-
-    Raises:
-      ConfigError: if a setting is impossible.
-    """
+    """Checks the settings of sampling."""
     if not isinstance(temperature, jax.Array):
         check_number('temperature', temperature, '[0, inf]')
     check_counts(0, top_k=top_k)

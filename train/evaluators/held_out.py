@@ -142,11 +142,7 @@ class PreparedHeldOut:
 def _check_fillers(
     name: str, held_out: EvaluationSet, run: EvaluatedRun, batch: Mapping[str, jax.ShapeDtypeStruct]
 ) -> None:
-    """Checks that the rows that fill up the last batch do not count.
-
-    Raises:
-      ConfigError: if the objective would count them.
-    """
+    """Checks that the rows that fill up the last batch do not count."""
     size, count = batch['row_weights'].shape[0], len(held_out.rows)
     if count % size == 0 or _uses_weights(run, batch):
         return

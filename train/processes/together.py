@@ -160,11 +160,7 @@ def check_same(title: str, values: Mapping[str, Any], advice: str) -> None:
 
 
 def check_same_step(step: int) -> None:
-    """Checks that all processes start from the same step.
-
-    Raises:
-      Disagreement: if they differ, with the step of each process.
-    """
+    """Checks that all processes start from the same step."""
     check_same(
         'looking for checkpoints',
         {'newest checkpoint': f'step {step}' if step else 'none'},

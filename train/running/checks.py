@@ -23,21 +23,13 @@ _ADVICE = 'start the same command, with the same files, on all hosts'
 
 
 def agree_on_settings(config: TrainConfig) -> None:
-    """Checks that all processes have the same settings, before anything is made of them.
-
-    Raises:
-      Disagreement: if they differ, with a table of them.
-    """
+    """Checks that all processes have the same settings, before anything is made of them."""
     if jax.process_count() > 1:
         check_same('comparing the settings', settings_of(config), _ADVICE)
 
 
 def agree_on_layout(run: Run) -> None:
-    """Checks that all processes have the same devices, the same plan and the same MODEL_DIR.
-
-    Raises:
-      Disagreement: if they differ, with a table.
-    """
+    """Checks that all processes have the same devices, the same plan and the same MODEL_DIR."""
     if jax.process_count() == 1:
         return
     mesh = run.config.partitioner.mesh
@@ -56,9 +48,6 @@ def agree_on_program(lowered: Any) -> None:
 
     It finds what no setting shows: another version of the user's own code, for example, or a
     learning rate that a closure holds.
-
-    Raises:
-      Disagreement: if they differ.
     """
     if jax.process_count() > 1:
         text = {'program of the train step': f'hash {digest(lowered.as_text())}'}

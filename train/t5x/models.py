@@ -167,11 +167,7 @@ class BaseTransformerModel:
         return found.tokens, {'scores': found.scores}
 
     def check_vocabulary(self, task: Task) -> None:
-        """Checks that the tokenizers of a task are the vocabularies of this model.
-
-        Raises:
-          ConfigError: if they differ.
-        """
+        """Checks that the tokenizers of a task are the vocabularies of this model."""
         parts: Sequence[Any] = task.tasks if isinstance(task, Mixture) else [task]
         for part in parts:
             if isinstance(part, Mixture):

@@ -43,11 +43,7 @@ class ConfigJson:
         return self.values[key]
 
     def require(self, key: str, *values: Any, default: Any = None) -> None:
-        """Checks that a setting has one of the values that our models can compute.
-
-        Raises:
-          ConfigError: if it has another value.
-        """
+        """Checks that a setting has one of the values that our models can compute."""
         if (value := self.get(key, default)) not in values:
             raise self.cannot(key, value, ' or '.join(map(repr, values)))
 

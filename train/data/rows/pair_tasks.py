@@ -54,11 +54,7 @@ class PairTask(TextTask):
 
 
 def check_padding(tokenizer: Tokenizer) -> None:
-    """Checks that rows can be padded with token 0, as T5's models expect.
-
-    Raises:
-      ConfigError: if token 0 stands for text.
-    """
+    """Checks that rows can be padded with token 0, as T5's models expect."""
     if not tokenizer.pads_with_0:
         raise ConfigError(
             f'rows with inputs and targets are padded with token 0, but token 0 of '
