@@ -67,12 +67,9 @@ def check_flags(options: argparse.Namespace) -> None:
 
 
 def search_settings(options: argparse.Namespace, machine: Machine) -> int:
-    """Searches the settings of the runs in `options`, and prints what was found.
+    """Searches the settings of runs, prints what was found, and returns 0, or 1 if nothing fits.
 
     `options` are the flags of `meshwright forecast`, which `check_flags` accepts.
-
-    Returns:
-      0, or 1 if no compiled candidate fits.
     """
     from train.cli.checkpoint_tables import show
     from train.paths import as_folder

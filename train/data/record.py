@@ -23,16 +23,13 @@ _EFFECTS = dict.fromkeys(('random_seed', 'prng_impl'), 'later steps use other ra
 def data_record(
     task: OpenTask, evaluations: Mapping[str, OpenTask], **settings: Any
 ) -> dict[str, Any]:
-    """Describes everything that determines the training rows of each step and the evaluated rows.
+    """Describes all that determines the training rows of each step and the evaluated rows, as JSON.
 
     Args:
       task: the training task.
       evaluations: the tasks whose held-out parts are evaluated, by name.
       **settings: the settings that, together with the data, determine the rows and the random
         numbers of a step.
-
-    Returns:
-      The record, as JSON data.
     """
     return {
         'tokenizer': task.tokenizer_identity,

@@ -190,16 +190,13 @@ def choose(
     top_p: float = 0.0,
     rescale_log_probs: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """Chooses the next token of each row.
+    """Chooses tokens, int32 [rows], and returns them and their log-probabilities, float32 [rows].
 
     Args:
       key: the random key.
       logits_NV: the logits, float [rows, vocab].
       temperature: see `sample`; a number, or float [rows, 1].
       top_k, top_p, rescale_log_probs: see `sample`.
-
-    Returns:
-      The tokens, int32 [rows], and their log-probabilities, float32 [rows].
     """
 
     def log_prob(logits_NV: jax.Array, token_N: jax.Array) -> jax.Array:

@@ -156,15 +156,12 @@ class PreparedDecodedText:
 def score(
     metrics: Sequence[Metric], references: Sequence[Reference], tokens: Sequence[np.ndarray]
 ) -> dict[str, float]:
-    """Computes metrics of predicted tokens.
+    """The scores of predicted tokens, by name.
 
     Args:
       metrics: the metrics. A metric with the attribute `reads_tokens` gets tokens, not text.
       references: the examples.
       tokens: int [length], the predicted tokens of each example.
-
-    Returns:
-      The scores by name.
     """
     pairs = list(zip(references, tokens, strict=True))
     by_tokens = [r.tokens for r in references], [r.cut(t) for r, t in pairs]

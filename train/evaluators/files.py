@@ -64,12 +64,9 @@ class PartFiles:
     folder: epath.Path
 
     def begin(self, settings: Mapping[str, Any]) -> int:
-        """Creates the folder, or finds the parts in it.
+        """Creates the folder, or finds the parts in it, and returns the number of finished parts.
 
         `settings` are the settings that the content of the parts depends on, as JSON.
-
-        Returns:
-          The number of finished parts.
 
         Raises:
           ConfigError: if the parts in the folder have other settings, or it cannot be written.
@@ -104,11 +101,7 @@ class PartFiles:
         _replace(self.part(number), lines)
 
     def finish(self, count: int, merge: bool) -> Sequence[epath.Path]:
-        """Joins the parts into the file and deletes their folder, or keeps the parts as they are.
-
-        Returns:
-          The paths that were written.
-        """
+        """Joins the parts into the file, or keeps them, and returns the paths that were written."""
         parts = [self.part(number) for number in range(count)]
         if not merge:
             return parts

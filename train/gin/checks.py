@@ -52,13 +52,10 @@ def import_modules(
 def check_names(
     statements: Sequence[Statement], allow: Sequence[str] = (), aliases: Aliases = NO_ALIASES
 ) -> Resolver:
-    """Checks that every name exists and that gin files may use it.
+    """Checks that gin files may use all names, and returns the configurables that they stand for.
 
     Args:
       statements, allow, aliases: as in `import_modules`.
-
-    Returns:
-      The configurables that the names stand for.
 
     Raises:
       ConfigError: if a configurable, parameter, macro or scope is unknown, a macro has no value, or

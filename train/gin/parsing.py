@@ -238,12 +238,9 @@ def is_allowed(module: str) -> bool:
 
 
 def find_place(message: str) -> str | None:
-    """The place in the gin files of the setting that an error message is about, or None.
+    """The file and line, or the flag, of the setting that an error message is about, or None.
 
     `message` is a message that begins with a setting, such as `utils.DatasetConfig.pack is 3: ...`.
-
-    Returns:
-      The file and line, or the flag, or None if the message does not begin with a setting.
     """
     found = re.match(r'(?:(?P<scope>[\w/]+)/)?(?P<name>[\w.]+)(?: is (?P<value>.*))?', message)
     statements = _settings.get(found['name'], []) if found else []

@@ -132,14 +132,11 @@ class Resolver:
             )
 
     def resolve(self, selector: str, statement: Statement) -> Any:
-        """The configurable that a selector of a statement names.
+        """gin's record of the configurable that a selector names, or None for one of gin's own.
 
         Args:
           selector: the name, without scopes.
           statement: the statement that contains the selector.
-
-        Returns:
-          gin's record of the configurable, or None for one of gin's own.
 
         Raises:
           ConfigError: if no object or several objects have the name, or a gin file may not use it.

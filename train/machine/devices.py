@@ -49,12 +49,9 @@ def must_wait_for_steps() -> bool:
 
 @contextlib.contextmanager
 def collect_garbage(every: int) -> Iterator[Callable[[int], None]]:
-    """Collects Python's garbage after every n-th step only, so that no step waits for it.
+    """Collects Python's garbage only in the function that it yields, to be called with each step.
 
     `every` is the number of steps between collections. 0 leaves them to Python.
-
-    Yields:
-      A function that is called with each step.
     """
     was_enabled = gc.isenabled()
     if every:

@@ -40,13 +40,10 @@ def apply_layer(
     dropout_key: jax.Array | None = None,
     cache: Cache | None = None,
 ) -> tuple[jax.Array, Cache | None, Sown]:
-    """Adds attention and MLP, each after a norm, to the residual stream.
+    """Adds attention and MLP, each after a norm. Returns the stream, the cache, and what is sown.
 
     The number of the layer, `index`, is an integer or a scalar array. The cache has the earlier
     tokens with the segments of all, and gets all keys and values.
-
-    Returns:
-      The residual stream, the cache, and what the experts sow.
     """
 
     def add(x_BLD: jax.Array, branch_BLD: jax.Array, name: str, number: int) -> jax.Array:

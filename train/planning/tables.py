@@ -187,15 +187,12 @@ def find_frontier(points: Iterable[Point]) -> list[Point]:
 def draw_search(
     result: SearchResult, png: str | os.PathLike[str] | None = None, *, title: str = ''
 ) -> Figure:
-    """Draws the time of a step against memory: compiled candidates, and those by formula.
+    """Returns a figure of time against memory: compiled candidates, and those by formula.
 
     Args:
       result: what the search has found.
       png: a file to draw into; its suffix decides the format.
       title: the line above.
-
-    Returns:
-      The matplotlib Figure.
 
     Raises:
       RuntimeError: if matplotlib is not installed.

@@ -52,7 +52,7 @@ class ProcessAddress:
 def find_processes(
     environ: Environment, coordinator_address: str | None = None
 ) -> ProcessAddress | None:
-    """Finds the processes of a run in the variables of the environment.
+    """Finds a process and its run in the variables of the environment, or None if they say nothing.
 
     It knows Slurm, Open MPI, Cloud TPUs in GKE with one slice or several, JobSets and indexed jobs
     of Kubernetes, and the variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
@@ -65,9 +65,6 @@ def find_processes(
       environ: the variables, such as os.environ.
       coordinator_address: host:port of process 0, if the user has given it; it wins over all
         variables.
-
-    Returns:
-      The place of this process, or None if no variable says anything about processes.
 
     Raises:
       ConfigError: if variables are missing, malformed or contradict each other.

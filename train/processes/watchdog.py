@@ -110,11 +110,7 @@ class Watchdog:
                 end_process(message, self._model_dir, self._process)
 
     def check(self) -> str | None:
-        """Compares the time without progress with the limit. It is called at every interval.
-
-        Returns:
-          The message with which the process ends, or None.
-        """
+        """Compares the time without progress with the limit. Returns why the run ends, or None."""
         now = self._clock()
         # A process that was stopped and continues has not been stuck in the meantime.
         passed, self._checked = min(now - self._checked, 2 * self._interval), now

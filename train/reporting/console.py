@@ -164,14 +164,11 @@ class RunConsole:
 
     @contextlib.contextmanager
     def counting(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Shows a progress bar while things are counted, on a terminal.
+        """Shows a progress bar on a terminal. Yields the function to call with the number so far.
 
         Args:
           title: what is done, such as 'predict my_task'.
           total: the number to reach.
-
-        Yields:
-          The function to call with the number so far.
         """
         progress = self._make_bar(MofNCompleteColumn())
         counted = progress.add_task(title, total=total)

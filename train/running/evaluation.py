@@ -67,14 +67,11 @@ def evaluate(
 
 
 def restore_for_evaluation(run: Run, restore: RestoreConfig | None = None) -> TrainState:
-    """Restores the step, the parameters and the other variables of a checkpoint.
+    """Restores a state with the step, the parameters and other variables. Its `opt_state` is None.
 
     Args:
       run: the run whose plan lays out the arrays.
       restore: the checkpoint, by default the newest one of the run.
-
-    Returns:
-      A state whose `opt_state` is None.
 
     Raises:
       ConfigError: if there is no checkpoint, or if it belongs to another model or tokenizer.

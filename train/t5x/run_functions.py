@@ -77,15 +77,12 @@ def check_standard(key: str, settings: Mapping[str, Any]) -> None:
 def restored_run(
     key: str, settings: Mapping[str, Any], *, pack: bool | None = None
 ) -> tuple[TrainConfig, list[RestoreConfig]]:
-    """The settings of a run that evaluates checkpoints, without evaluators.
+    """The settings of a run that evaluates checkpoints, without evaluators, and the checkpoints.
 
     Args:
       key: the function that gin files configure, for messages.
       settings: all its arguments by name.
       pack: whether a row may hold several examples, by default the setting of the rows.
-
-    Returns:
-      The settings, and the checkpoints in their order.
 
     Raises:
       ConfigError: if a setting cannot be honoured.

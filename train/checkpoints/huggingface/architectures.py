@@ -108,10 +108,7 @@ def is_tied(model: ModelConfig) -> bool:
 
 
 def describe_model(model: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """Finds the architecture that computes what our model does.
-
-    Returns:
-      Its `model_type`, and the settings of its `config.json`.
+    """The `model_type` and the `config.json` of the architecture that computes what our model does.
 
     Raises:
       ConfigError: if there is none.

@@ -26,15 +26,12 @@ SECONDS_TO_REMOVE, SECONDS_BETWEEN_TRIES = 2.0, 0.05
 def make_room(
     path: epath.Path, step: int, *, needs_manifest: bool, is_damaged: bool = False
 ) -> bool:
-    """Removes what an earlier save of a step has left.
+    """Removes what an earlier save of a step has left, and returns whether the step is complete.
 
     Args:
       path: the folder of the step, which need not exist.
       needs_manifest: whether only a step with a manifest is taken for a complete one.
       is_damaged: whether the content of the step is known to be damaged, whatever its sizes.
-
-    Returns:
-      Whether the step is complete already. It is left as it is.
 
     Raises:
       FileExistsError: if something else is in the place of the step.

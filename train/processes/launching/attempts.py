@@ -73,16 +73,13 @@ class Decision:
 
 
 def count_after_loss(original: int, remaining: int, minimum: int) -> int | None:
-    """Returns how many processes replace the original ones when only some remain.
+    """The largest number of processes that can replace the original ones, or None if none can.
 
     Args:
       original: the number at the first start. The result divides it, so that what was divided
         evenly among the processes still is.
       remaining: how many remain.
       minimum: how many the user wants at least.
-
-    Returns:
-      The largest such number, or None if there is none.
     """
     counts = range(remaining, minimum - 1, -1)
     return next((count for count in counts if count > 0 and original % count == 0), None)
