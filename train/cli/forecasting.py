@@ -135,14 +135,11 @@ def add_topologies(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def show_progress(name: str) -> Iterator[Callable[[str], None]]:
-    """Shows on standard error what is done for a machine, with the seconds that it takes.
+    """Shows on standard error what is done for a machine. Yields what to call with each stage.
 
     A file or a pipe gets one line, at the end.
 
     `name` is the machine.
-
-    Yields:
-      The function to call with a text when a stage begins.
     """
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

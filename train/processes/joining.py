@@ -40,14 +40,11 @@ def find_address(
     process_index: int | None,
     auto_detect: bool = False,
 ) -> ProcessAddress | None:
-    """Finds the place of this process in a run, in flags or else in the environment.
+    """Finds the place of this process in flags or the environment, or None if it is alone.
 
     Args:
       coordinator_address: host:port of process 0.
       auto_detect: whether the environment says the rest.
-
-    Returns:
-      The place, or None if there is only one process.
 
     Raises:
       ConfigError: if only some of the three are given, if the index is out of range, or if the

@@ -59,15 +59,12 @@ class _PrefixedStream(io.TextIOBase):
 
 
 def begin(index: int, folder: str | os.PathLike[str] | None = None) -> Path:
-    """Prefixes what Python prints from now on, and sends what C++ prints to a file.
+    """Prefixes what Python prints, and sends what C++ prints to a file, which is returned.
 
     Args:
       index: the index of this process.
       folder: the folder of the file, by default one for this user in the system's folder for
         temporary files.
-
-    Returns:
-      The file.
 
     Raises:
       OSError: if the file cannot be written.

@@ -190,14 +190,11 @@ def examine_place(place: Place) -> FoundStep:
 
 
 def choose_place(path: epath.Path, step: int | None = None) -> tuple[Place, list[str]]:
-    """Chooses the checkpoint that a path names: it, or one of its steps.
+    """Chooses the checkpoint that a path names, and says which newer steps are not complete.
 
     Args:
       path: a checkpoint, the folder of a run, or a folder of checkpoints.
       step: the step to choose, by default the newest that is complete.
-
-    Returns:
-      The checkpoint, and a line for each newer step that is not complete.
 
     Raises:
       ConfigError: if there is none.

@@ -78,15 +78,12 @@ def load_huggingface_model(
 def open_parameters(
     folder: epath.Path, wanted: Mapping[str, HasShape] | None = None
 ) -> dict[str, StoredArray]:
-    """Opens the weights of a model under our names.
+    """Opens the weights of a model under our names. What `wanted` does not have keeps its name.
 
     Args:
       folder: the folder of the model.
       wanted: our arrays by name, if they have other forms than in the model that
         `load_huggingface_model` returns, such as separate layers.
-
-    Returns:
-      Our arrays. What `wanted` does not have keeps its name.
 
     Raises:
       ConfigError: if the model is not one that can be computed here, or a file is malformed.

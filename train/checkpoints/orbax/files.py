@@ -23,14 +23,11 @@ _DESCRIPTIONS = {'zarr': '.zarray', 'zarr3': 'zarr.json'}
 
 
 def read_orbax(folder: epath.Path) -> dict[str, StoredArray]:
-    """Opens the arrays that Orbax has written into a folder.
+    """Opens the arrays of a folder of Orbax by name: their keys in the saved tree, joined by '/'.
 
     If the step has a manifest, every file is checked against it before it is read.
 
     `folder` is the folder of one item, such as `<step>/state`.
-
-    Returns:
-      The arrays by name: their keys in the saved tree, joined by '/'.
 
     Raises:
       DamagedCheckpoint: if a file does not have the content that was written. Reading the arrays

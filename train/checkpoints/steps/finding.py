@@ -124,7 +124,7 @@ def newest_step(
     below: int | None = None,
     needs_manifest: bool = True,
 ) -> int | None:
-    """Chooses the step from which a run resumes, by looking at files only.
+    """Chooses the newest good step by looking at files only, or None if no save was completed.
 
     Args:
       directory: the folder of checkpoints.
@@ -132,9 +132,6 @@ def newest_step(
       prefix: the beginning of the names of steps.
       below: only smaller steps are considered, because this one turned out to be damaged.
       needs_manifest: whether a step without a manifest is an error. It is accepted otherwise.
-
-    Returns:
-      The newest good step, or None if no save has ever been completed.
 
     Raises:
       ConfigError: if a step without a manifest is newer than all good ones, or if there is no good

@@ -221,14 +221,13 @@ class PrefixRow:
 
 
 def pack_in_order(features: Sequence[tuple[np.ndarray, int]]) -> np.ndarray:
-    """Packs examples into rows in their order: a row ends where the next example does not fit.
+    """Packs examples in their order, and returns the first one of each row, int64 [rows + 1].
+
+    A row ends where the next example does not fit.
 
     Args:
       features: for each feature, int [examples], the number of tokens of each example, and the
         number of tokens in a row. No example is longer than a row.
-
-    Returns:
-      int64 [rows + 1], the first example of each row.
     """
     count = len(features[0][0])
     following = np.full(count, count)  # the first example that does not fit after this one

@@ -180,11 +180,7 @@ class StreamWriter:
         self._sizes.append(num_bytes)
 
     def finish(self) -> dict[str, Any]:
-        """Completes the files.
-
-        Returns:
-          What `open_stream` needs to know about them, as JSON data.
-        """
+        """Completes the files, and returns what `open_stream` must know about them, as JSON."""
         with writing(self._path.parent):
             self._file.write(self._separator)
             self._file.close()

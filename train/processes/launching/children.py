@@ -121,13 +121,10 @@ def devices_per_process(given: int | None, processes: int, gpus: list[str]) -> i
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """Reserves a port, which no other program gets while the context is open.
+    """Reserves a port, which it yields, and no other program gets while the context is open.
 
     The socket that reserves it never listens. It allows other sockets of this user on the port, so
     process 0 can listen there, and then jax's coordinator.
-
-    Yields:
-      The port.
     """
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.socket(family) as holder:
