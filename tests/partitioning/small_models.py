@@ -1,4 +1,4 @@
-"""Two small models, each with linen boxes, T5X's params_axes, nnx, and in jax without names."""
+"""A small model with linen boxes, T5X's params_axes, nnx, and in jax without names."""
 
 import functools
 import math
@@ -11,61 +11,44 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx, traverse_util
-from flax.linen.partitioning import param_with_axes, scan_with_axes, vmap_with_axes
+from flax.linen.partitioning import param_with_axes, scan_with_axes
 from flax.training import train_state
 
 from partitioning import TrainState, unbox
 
-BATCH, LENGTH, VOCAB, EMBED, MLP, LAYERS, MEMBERS = 8, 4, 16, 8, 16, 3, 4
+BATCH, LENGTH, VOCAB, EMBED, MLP, LAYERS = 8, 4, 16, 8, 16, 3
 FRONT_ENDS = ('boxes', 't5x', 'nnx', 'paths')
-_BLOCK = {
-    'up/kernel': ((EMBED, MLP), ('embed', 'mlp')),
-    'up/bias': ((MLP,), ('mlp',)),
-    'down/kernel': ((MLP, EMBED), ('mlp', 'embed')),
-    'down/bias': ((EMBED,), ('embed',)),
+PARAMETERS = {  # shape, logical axes
+    'embed/embedding': ((VOCAB, EMBED), ('vocab', 'embed')),
+    'layers/up/kernel': ((LAYERS, EMBED, MLP), ('layers', 'embed', 'mlp')),
+    'layers/up/bias': ((LAYERS, MLP), ('layers', 'mlp')),
+    'layers/down/kernel': ((LAYERS, MLP, EMBED), ('layers', 'mlp', 'embed')),
+    'layers/down/bias': ((LAYERS, EMBED), ('layers', 'embed')),
 }
 
 
-def _stacked(below: str, size: int) -> dict[str, Any]:
-    return {f'{below}/{k}': ((size, *s), (below, *names)) for k, (s, names) in _BLOCK.items()}
-
-
-PARAMETERS = {  # model: parameter: shape, logical axes
-    'stack': {
-        'embed/embedding': ((VOCAB, EMBED), ('vocab', 'embed')),
-        **_stacked('layers', LAYERS),
-    },
-    'ensemble': _stacked('members', MEMBERS),
-}
-
-
-def values(model: str) -> dict[str, np.ndarray]:
+def values() -> dict[str, np.ndarray]:
     """The initial parameters of every front-end."""
     rng = np.random.default_rng(0)
-    scale = {k: 0.5 / math.sqrt(s[-1]) for k, (s, _) in PARAMETERS[model].items()}
     return {
-        k: rng.normal(0, scale[k], s).astype('float32') for k, (s, _) in PARAMETERS[model].items()
+        k: rng.normal(0, 0.5 / math.sqrt(s[-1]), s).astype('float32')
+        for k, (s, _) in PARAMETERS.items()
     }
 
 
-def batches(model: str, number: int) -> list[dict[str, np.ndarray]]:
+def batches(number: int) -> list[dict[str, np.ndarray]]:
     """The global batches of a number of steps."""
     rng = np.random.default_rng(1)
-    if model == 'stack':
-        tokens = rng.integers(0, VOCAB, (number, BATCH, LENGTH), np.int32)
-        return [{'x': t, 'y': (t + 1) % VOCAB} for t in tokens]
-    rows = rng.normal(0, 1, (number, BATCH, EMBED)).astype('float32')
-    return [{'x': x, 'y': x[:, ::-1]} for x in rows]
+    tokens = rng.integers(0, VOCAB, (number, BATCH, LENGTH), np.int32)
+    return [{'x': t, 'y': (t + 1) % VOCAB} for t in tokens]
 
 
 def nested(flat: dict[str, Any]) -> Any:
     return traverse_util.unflatten_dict(flat, sep='/')
 
 
-def loss_of(model: str, out: Any, batch: Any, xp: Any = jnp) -> Any:
-    """The loss of an output: logits [batch, length, vocab], or the rows of one or all members."""
-    if model != 'stack':
-        return xp.mean(xp.square(out - batch['y']))
+def loss_of(out: Any, batch: Any, xp: Any = jnp) -> Any:
+    """The loss of an output, logits [batch, length, vocab]."""
     logs = out - xp.log(xp.sum(xp.exp(out), -1, keepdims=True))
     return -xp.mean(xp.sum(logs * xp.eye(VOCAB)[batch['y']], -1))
 
@@ -73,32 +56,25 @@ def loss_of(model: str, out: Any, batch: Any, xp: Any = jnp) -> Any:
 # The reference: plain loops on one device or in numpy.
 
 
-def plain_loss(model: str, flat: dict[str, Any], batch: Any, xp: Any = jnp) -> Any:
-    def block(x: Any, p: Callable[[str], Any]) -> Any:
-        return x + xp.tanh(x @ p('up/kernel') + p('up/bias')) @ p('down/kernel') + p('down/bias')
-
-    x = batch['x']
-    if model == 'stack':
-        x = flat['embed/embedding'][x]
-        for i in range(LAYERS):
-            x = block(x, lambda k, i=i: flat[f'layers/{k}'][i])
-        out = x @ flat['embed/embedding'].T
-    else:
-        members = range(MEMBERS)
-        out = xp.stack([block(x, lambda k, i=i: flat[f'members/{k}'][i]) for i in members])
-    return loss_of(model, out, batch, xp)
+def plain_loss(flat: dict[str, Any], batch: Any, xp: Any = jnp) -> Any:
+    x = flat['embed/embedding'][batch['x']]
+    for i in range(LAYERS):
+        p = {k: flat[k][i] for k in flat if k.startswith('layers')}
+        h = xp.tanh(x @ p['layers/up/kernel'] + p['layers/up/bias'])
+        x = x + h @ p['layers/down/kernel'] + p['layers/down/bias']
+    return loss_of(x @ flat['embed/embedding'].T, batch, xp)
 
 
-def plain_losses(model: str, tx: Any, data: list[Any]) -> list[float]:
+def plain_losses(tx: Any, data: list[Any]) -> list[float]:
     """The losses of a training on one device, without partitioning."""
 
     @jax.jit
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(lambda p: plain_loss(model, p, batch))(params)
+        loss, grads = jax.value_and_grad(plain_loss)(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    params, losses = jax.device_put(values(model), jax.devices()[0]), []
+    params, losses = jax.device_put(values(), jax.devices()[0]), []
     opt_state = tx.init(params)
     for batch in data:
         params, opt_state, loss = step(params, opt_state, batch)
@@ -151,56 +127,41 @@ LIFT = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}}
 
 
 class Linen(nn.Module):
-    model: str
     declare: Callable[..., Any]
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        in_boxes = self.declare is boxed
-        if self.model == 'stack':
-            if in_boxes:
-                scan = functools.partial(nn.scan, metadata_params={nn.PARTITION_NAME: 'layers'})
-            else:
-                scan = functools.partial(scan_with_axes, axis_name='layers')
-            table = Embed(self.declare, name='embed')()
-            layers = scan(Block, **LIFT, length=LAYERS)(self.declare, name='layers')
-            return layers(table[x], None)[0] @ table.T
-        if in_boxes:
-            vmap = functools.partial(nn.vmap, metadata_params={nn.PARTITION_NAME: 'members'})
+        if self.declare is boxed:
+            scan = functools.partial(nn.scan, metadata_params={nn.PARTITION_NAME: 'layers'})
         else:
-            named = {'params': 'members'}
-            vmap = functools.partial(vmap_with_axes, partitioning_axis_names=named)
-        members = vmap(Block, **LIFT, in_axes=None, axis_size=MEMBERS)
-        return members(self.declare, name='members')(x)[0]
+            scan = functools.partial(scan_with_axes, axis_name='layers')
+        table = Embed(self.declare, name='embed')()
+        layers = scan(Block, **LIFT, length=LAYERS)(self.declare, name='layers')
+        return layers(table[x], None)[0] @ table.T
 
 
-def linen_variables(model: str, front_end: str, key: Any) -> Any:
+def linen_variables(front_end: str, key: Any) -> Any:
     """The variables that init makes, with the initial parameters of all front-ends."""
-    made = Linen(model, {'boxes': boxed, 't5x': with_axes}[front_end])
-    variables = made.init(key, batches(model, 1)[0]['x'])
-    flat = nested({k: jnp.asarray(v) for k, v in values(model).items()})
+    made = Linen({'boxes': boxed, 't5x': with_axes}[front_end])
+    variables = made.init(key, batches(1)[0]['x'])
+    flat = nested({k: jnp.asarray(v) for k, v in values().items()})
     return {**variables, 'params': nn.meta.replace_boxed(variables['params'], flat)}
 
 
 # jax, with parameters in nested dicts.
 
 
-def nameless(model: str, params: Any, x: Any) -> Any:
+def nameless(params: Any, x: Any) -> Any:
     def block(x: Any, p: Any) -> Any:
         h = jnp.tanh(x @ p['up']['kernel'] + p['up']['bias'])
         return x + h @ p['down']['kernel'] + p['down']['bias']
 
-    if model == 'ensemble':
-        return jax.vmap(block, (None, 0))(x, params['members'])
     table = params['embed']['embedding']
     y, _ = jax.lax.scan(lambda x, p: (block(x, p), None), table[x], params['layers'])
     return y @ table.T
 
 
-PATH_RULES = {
-    model: [(path, names) for path, (_, names) in table.items()]
-    for model, table in PARAMETERS.items()
-}
+PATH_RULES = [(path, names) for path, (_, names) in PARAMETERS.items()]
 
 
 # nnx, with names in the metadata of variables.
@@ -219,16 +180,12 @@ class NnxBlock(nnx.Module):
         return x + self.down(jnp.tanh(self.up(x)))
 
 
-def _many(name: str, size: int) -> NnxBlock:
-    make = nnx.vmap(NnxBlock, transform_metadata={nnx.PARTITION_NAME: name})
-    return make(nnx.Rngs(0).split(size))
-
-
 class NnxStack(nnx.Module):
     def __init__(self) -> None:
         names = {'out_sharding': ('vocab', 'embed')}
         self.embed = nnx.Embed(VOCAB, EMBED, rngs=nnx.Rngs(0), embedding_metadata=names)
-        self.layers = _many('layers', LAYERS)
+        make = nnx.vmap(NnxBlock, transform_metadata={nnx.PARTITION_NAME: 'layers'})
+        self.layers = make(nnx.Rngs(0).split(LAYERS))
 
     def __call__(self, x: Any) -> Any:
         axes = {'in_axes': (nnx.Carry, 0), 'out_axes': nnx.Carry}
@@ -237,19 +194,9 @@ class NnxStack(nnx.Module):
         return self.embed.attend(y)
 
 
-class NnxEnsemble(nnx.Module):
-    def __init__(self) -> None:
-        self.members = _many('members', MEMBERS)
-
-    def __call__(self, x: Any) -> Any:
-        named = {'transform_metadata': {nnx.PARTITION_NAME: 'members'}}
-        return nnx.vmap(lambda m, x: m(x), in_axes=(0, None), **named)(self.members, x)
-
-
-def make_nnx(model: str) -> nnx.Module:
-    classes = {'stack': NnxStack, 'ensemble': NnxEnsemble}
-    made = classes[model]()
-    nnx.update(made, nested({k: jnp.asarray(v) for k, v in values(model).items()}))
+def make_nnx() -> nnx.Module:
+    made = NnxStack()
+    nnx.update(made, nested({k: jnp.asarray(v) for k, v in values().items()}))
     return made
 
 
@@ -263,9 +210,9 @@ class Program(NamedTuple):
     step: Callable[[Any, Any], Any]
 
 
-def nnx_program(model: str, tx: Any) -> Program:
+def nnx_program(tx: Any) -> Program:
     def make() -> Any:
-        made = make_nnx(model)
+        made = make_nnx()
         return made, nnx.Optimizer(made, tx, wrt=nnx.Param)
 
     with nnx.use_eager_sharding(False):
@@ -273,7 +220,7 @@ def nnx_program(model: str, tx: Any) -> Program:
 
     def step(state: Any, batch: Any) -> Any:
         made, optimizer = nnx.merge(graphdef, state)
-        value_and_grad = nnx.value_and_grad(lambda m: loss_of(model, m(batch['x']), batch))
+        value_and_grad = nnx.value_and_grad(lambda m: loss_of(m(batch['x']), batch))
         loss, grads = value_and_grad(made)
         optimizer.update(made, grads)
         return nnx.state((made, optimizer)), loss
@@ -281,20 +228,20 @@ def nnx_program(model: str, tx: Any) -> Program:
     return Program(lambda key: nnx.state(make()), step)
 
 
-def program(model: str, front_end: str, kind: str, tx: Any) -> Program:
+def program(front_end: str, kind: str, tx: Any) -> Program:
     """A training program. The kind of its state is ours, flax's or a dict; nnx has only one."""
     if front_end == 'nnx':
-        return nnx_program(model, tx)
+        return nnx_program(tx)
 
     def variables(key: Any) -> Any:
         if front_end == 'paths':
-            return {'params': nested({k: jnp.asarray(v) for k, v in values(model).items()})}
-        return linen_variables(model, front_end, key)
+            return {'params': nested({k: jnp.asarray(v) for k, v in values().items()})}
+        return linen_variables(front_end, key)
 
     def apply(params: Any, x: Any) -> Any:
         if front_end == 'paths':
-            return nameless(model, params, x)
-        module = Linen(model, boxed if front_end == 'boxes' else with_axes)
+            return nameless(params, x)
+        module = Linen(boxed if front_end == 'boxes' else with_axes)
         return module.apply({'params': params}, x)
 
     def init(key: Any) -> Any:
@@ -307,7 +254,7 @@ def program(model: str, front_end: str, kind: str, tx: Any) -> Program:
 
     def step(state: Any, batch: Any) -> Any:
         params = state['params'] if kind == 'dict' else state.params
-        objective = lambda p: loss_of(model, apply(p, batch['x']), batch)  # noqa: E731
+        objective = lambda p: loss_of(apply(p, batch['x']), batch)  # noqa: E731
         loss, grads = jax.value_and_grad(objective)(params)
         if kind == 'ours':
             return state.apply_gradients(grads, tx), loss

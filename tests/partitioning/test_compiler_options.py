@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-from jax._src import xla_bridge
 from jax._src.cudnn import fused_attention_stablehlo as kernels
 
 from partitioning import PjitPartitioner, Plan, diff
@@ -20,7 +19,7 @@ from partitioning.hardware import (
     option_values,
 )
 from partitioning.hardware.compilers import explain_compiler_error, explain_refusal
-from partitioning.hardware.jax_private import described_cudnn, num_cached, this_process
+from partitioning.hardware.jax_private import described_cudnn
 
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
@@ -191,18 +190,3 @@ def test_described_gpus_have_cudnn(monkeypatch):
         with described_cudnn(mesh):
             assert 'dot_product_attention' in str(jax.make_jaxpr(attend)(heads))
         assert len(asked) == expected, kind
-
-
-def test_the_process_of_a_test_counts(monkeypatch):
-    assert this_process() == jax.process_index() == 0
-    monkeypatch.setattr(xla_bridge, 'process_index', lambda *_: 3)
-    assert this_process() == 3
-
-
-def test_the_programs_of_a_function_are_counted():
-    add = jax.jit(lambda x: x + 1)
-    sizes = [num_cached(add)]
-    for x in (jnp.ones(2), jnp.zeros(2), jnp.ones(3)):
-        add(x)
-        sizes.append(num_cached(add))
-    assert sizes == [0, 1, 1, 2]

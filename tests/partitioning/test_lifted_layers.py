@@ -14,7 +14,6 @@ from partitioning import (
     add_axis,
     get_logical_axes,
     remove_axis,
-    unbox,
 )
 from partitioning.state.linen import LogicallyPartitioned, with_logical_partitioning
 
@@ -68,37 +67,6 @@ def test_lifted_layers_have_one_more_name(boxes, lift, axis, names, shape):
     assert seen == {('embed', 'mlp')}
     sizes = {'layers': None, 'embed': 'data', 'mlp': 'model'}
     assert spec_of(box((8, 8, 8), *names), RULES) == P(*(sizes[name] for name in names))
-
-
-@pytest.mark.parametrize(
-    'axis, names', [(-1, ('embed', 'mlp', 'layers')), (-3, ('layers', 'embed', 'mlp'))]
-)
-def test_our_box_counts_negative_axes_as_arrays_do(axis, names):
-    """For -1, flax's box puts 'layers' before 'mlp', where the array has no such dimension."""
-    init = with_logical_partitioning(ones, ('embed', 'mlp'))
-    model = lifted(nn.vmap, init, len, axis, axis_size=3, in_axes=None)
-    kernel = jax.eval_shape(model.init, KEY, jnp.ones((2, 6)))['params']['kernel']
-    assert kernel.names == names
-    assert kernel.value.shape[kernel.names.index('layers')] == 3
-
-
-@INITS
-def test_scanned_boxes_train(boxes):
-    """The name of the new dimension is removed inside the scanned body and restored after it."""
-    seen = set()
-    init = boxes(lambda key, shape: jnp.arange(36.0).reshape(shape) / 36, ('embed', 'mlp'))
-    model = lifted(nn.scan, init, seen.add, length=3)
-
-    @jax.jit
-    def init_and_apply(key, x):
-        variables = model.init(key, x)
-        return variables, model.apply(variables, x, mutable=['params'])
-
-    variables, ((y, _), changed) = init_and_apply(KEY, jnp.ones((2, 6)))
-    plain = unbox(variables)['params']['kernel']
-    np.testing.assert_allclose(y, jnp.ones((2, 6)) @ plain[0] @ plain[1] @ plain[2], rtol=1e-5)
-    assert changed['params']['kernel'].names == ('layers', 'embed', 'mlp')
-    assert seen == {('embed', 'mlp')}
 
 
 # add_axis and remove_axis.

@@ -274,6 +274,9 @@ def test_contradictions_of_t5x_settings(no_devices, settings, parts):
 # Sizes that do not fit the machine.
 
 
+TWO_SLICES = tpu_slices(2, (2, 2, 2), 'TPU v4')
+
+
 @pytest.mark.parametrize(
     'settings, parts',
     [
@@ -283,27 +286,15 @@ def test_contradictions_of_t5x_settings(no_devices, settings, parts):
         ),
         ({'axes': {'data': -1, 'model': 3}}, ['multiple of 3', '8', "'model': 4"]),
         (
-            {
-                'axes': {'data': 2, 'model': 4},
-                'dcn': {'data': 4},
-                'devices': tpu_slices(2, (2, 2, 2), 'TPU v4'),
-            },
+            {'axes': {'data': 2, 'model': 4}, 'dcn': {'data': 4}, 'devices': TWO_SLICES},
             ["dcn {'data': 4, 'model': 1}", "axes {'data': 2, 'model': 4}", 'slices is 2'],
         ),
         (
-            {
-                'axes': {'data': 4, 'model': 4},
-                'dcn': {'data': 2},
-                'devices': tpu_slices(2, (2, 2, 2), 'TPU v4'),
-            },
+            {'axes': {'data': 4, 'model': 4}, 'dcn': {'data': 2}, 'devices': TWO_SLICES},
             ["axes {'data': 4, 'model': 4}", "dcn {'data': 2, 'model': 1}", '16', '2 slices is 8'],
         ),
         (
-            {
-                'axes': {'data': 3, 'model': 2},
-                'slice_axis': 'pod',
-                'devices': tpu_slices(2, (2, 2, 2), 'TPU v4'),
-            },
+            {'axes': {'data': 3, 'model': 2}, 'slice_axis': 'pod', 'devices': TWO_SLICES},
             ["{'pod': 1, 'data': 3, 'model': 2}", '2 slices is 8'],
         ),
         (
@@ -314,14 +305,7 @@ def test_contradictions_of_t5x_settings(no_devices, settings, parts):
             },
             ["'model'=3", '8 devices', 'one of 1, 2, 4, 8'],
         ),
-        (
-            {
-                'axes': {'data': -1, 'model': 2},
-                'order': 't5x',
-                'devices': tpu_slices(2, (2, 2, 2), 'TPU v4'),
-            },
-            ['2 slices', "slice_axis='replica'"],
-        ),
+        ({**DATA, 'order': 't5x', 'devices': TWO_SLICES}, ['2 slices', "slice_axis='replica'"]),
     ],
 )
 def test_sizes_that_do_not_fit(settings, parts):

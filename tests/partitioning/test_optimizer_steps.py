@@ -24,10 +24,9 @@ from partitioning import check_compiled_once, unbox
 
 pytestmark = pytest.mark.core
 
-# test_optimizer_layouts.py has the layouts of these, too. Their steps treat each element of a
-# parameter by itself, as adamw's does, so their results cannot depend on the mesh.
-ELEMENTWISE = ('sgd with momentum', 'lion', 'amsgrad', 'adadelta')
-STEPPED = [name for name in OPTIMIZERS if name not in ELEMENTWISE]
+# One for each kind of layout in test_optimizer_layouts.py: a statistic of another shape, a copy for
+# several steps, a history, a projection, and a search that calls the objective.
+STEPPED = ('adamw', 'adafactor', 'adafactor with momentum', 'MultiSteps', 'sm3', 'lbfgs', 'galore')
 EVERY_OPTIMIZER = pytest.mark.parametrize('name', STEPPED)
 WITH_MODEL = ('adamw', 'adafactor')  # the others use `pull` alone, which compiles faster
 
@@ -62,9 +61,8 @@ def functions(name):
         if name in WITH_MODEL:
             value_fn = functools.partial(with_model, tokens=tokens)
         value, grads = jax.value_and_grad(value_fn)(state['params'])
-        # L-BFGS searches along a line and Sophia estimates a Hessian: both need the objective.
+        # L-BFGS searches along a line, for which it needs the objective.
         extra = {'value': value, 'grad': grads, 'value_fn': value_fn}
-        extra = {'obj_fn': value_fn} if name == 'sophia' else extra
         updates, opt_state = tx.update(grads, state['opt_state'], state['params'], **extra)
         params = optax.apply_updates(state['params'], updates)
         return {'params': params, 'opt_state': opt_state, 'step': state['step'] + 1}

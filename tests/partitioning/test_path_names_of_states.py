@@ -1,6 +1,5 @@
 """Path rules name arrays of whole states; the arrays of optimizers follow their parameters."""
 
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -88,29 +87,9 @@ def test_optimizer_state_of_overridden_nnx_variables_follows():
     assert axes[1]['opt_state'][0]['mu']['enc']['kernel'] == P('model', 'data')
 
 
-# Roles. The state of L-BFGS also contains a tree that is called `params`.
-
-BYTES = 4 * (8 * 16 // 8 + 16 // 2 + 16 * 8 // 8)  # all parameters on one device
-
-
-def nnx_case(tx):
-    return nnx_state(tx), NNX_RULES, 4 * (8 * 16 // 8 + 3 * 16 // 2)
-
-
-@pytest.mark.parametrize('kind', [*STATES, 'nnx'])
-def test_copies_of_parameters_have_the_role_of_the_optimizer(kind):
-    tx = optax.scale_by_lbfgs(3)
-    state, rules, held = nnx_case(tx) if kind == 'nnx' else (STATES[kind](params(), tx), ALL, BYTES)
-    held_by_role = partitioner_of(rules).resolve(jax.eval_shape(lambda: state)).audit().by_role
-    assert held_by_role['parameters'] == held
-    # `params`, `updates` and two histories of 3; then their weights, a count, in nnx also the step.
-    numbers = 4 * 3 + 4 + 4 * (kind == 'nnx')
-    assert held_by_role['optimizer'] == (1 + 1 + 2 * 3) * held + numbers
-
-
 @pytest.mark.parametrize('named', ['by path', 'boxes', 'boxes everywhere'])
 def test_arrays_in_an_optimizer_are_not_parameters(named):
-    """The parameters are not under 'params', and the optimizer has other rules."""
+    """The parameters are not under 'params', as some arrays of L-BFGS; it has other rules."""
     rules = ALL if named == 'by path' else ()
     model = params(boxed=named != 'by path')
     state = {

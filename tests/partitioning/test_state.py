@@ -2,12 +2,9 @@
 
 import re
 
-import flax
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -85,21 +82,6 @@ def test_a_statistic_that_may_belong_to_two_parameters(partitioner):
     assert partitioner.get_mesh_axes(state)['mu']['w'] == P('data', 'model')
 
 
-@flax.struct.dataclass
-class T5XState:
-    """A state that names the axes of all its arrays itself, with None for those without names."""
-
-    step: jax.Array
-    params: dict
-    opt_state: tuple
-    names: AxisNames = flax.struct.field(pytree_node=False)
-
-    def as_logical_axes(self):
-        axes = {'w': self.names}
-        moments = self.opt_state[0]._replace(count=None, mu=axes, nu=axes)
-        return self.replace(step=None, params=axes, opt_state=(moments, *self.opt_state[1:]))
-
-
 # One mesh axis twice.
 
 
@@ -153,30 +135,6 @@ def test_specs_that_are_too_long(partitioner):
         partitioner.move_params_to_devices({'w': W}, {'w': LONG})
     with pytest.raises(ValueError, match='has 3 entries, but the array has 2'):
         partitioner.partition(lambda x: with_sharding_constraint(x, LONG), None, None)(W)
-
-
-# States of T5X with optax, as its OptaxWrapper makes them.
-
-
-def t5x_state(tx, names):
-    state = tx.init({'w': W})
-    return T5XState(jnp.int32(0), {'w': jnp.asarray(W)}, state, names)
-
-
-@pytest.mark.parametrize('names', [AxisNames('embed', 'mlp'), P('embed', 'mlp')])
-def test_a_t5x_state_with_a_chain_of_optax(partitioner, names):
-    """Tuples in the state of optax are not mistaken for axis names."""
-    state = t5x_state(optax.adam(1e-3), names)
-    axes = partitioner.get_mesh_axes(state)
-    assert axes.params == {'w': P('data', 'model')}
-    assert axes.opt_state[0].mu == axes.opt_state[0].nu == {'w': P('data', 'model')}
-    assert axes.step is None and axes.opt_state[0].count is None
-    shardings = partitioner.resolve(state).shardings
-    assert jax.tree.structure(shardings) == jax.tree.structure(state)
-    add = partitioner.partition(lambda s: s.replace(step=s.step + 1), (axes,), axes)
-    new = add(state)
-    assert int(new.step) == 1
-    assert new.opt_state[0].mu['w'].addressable_shards[0].data.shape == (2, 4)
 
 
 class NotATree:

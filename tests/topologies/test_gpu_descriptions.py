@@ -83,19 +83,6 @@ def test_model_groups_span_as_few_granules_as_possible_and_report_their_networks
         assert (ring.mean_hops, ring.worst_hops) == (None, None)
 
 
-# Racks of 72 GPUs on one NVLink network, in hosts of 4.
-
-
-def test_described_racks_do_not_need_granule_size():
-    devices = described('b200:18x4', 2).devices
-    for partitions in (8, 9, 24, 72):
-        mesh = default_mesh(partitions, devices=devices)
-        assert all(len({d.id // 72 for d in group}) == 1 for group in mesh.devices)
-        assert axis_rings(mesh)[1].network == 'NVLink'
-    across = default_mesh(144, devices=devices)
-    assert axis_rings(across)[1].network == 'NVLink + network'
-
-
 def test_a_machine_is_described_after_jax_has_looked_for_devices():
     """jax looks for plugins once, and leaves out the one for CUDA on machines without cuDNN."""
     program = (

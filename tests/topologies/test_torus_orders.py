@@ -86,52 +86,6 @@ def test_few_hops_along_every_axis(name, shape):
     assert_rings_are_as_counted(create(name, shape), ONE_SLICE[name])
 
 
-# Parts of a slice.
-
-
-@pytest.mark.parametrize(
-    'name, part, alike, shapes',
-    [
-        ('v5e:4x4', lambda x, y, z: x >= 2, 'v5e:2x4', [(2, 4), (8, 1), (1, 8)]),
-        ('v5p:4x4x4', lambda x, y, z: min(x, y, z) >= 2, 'v5p:2x2x2', [(2, 4), (4, 2), (1, 8)]),
-        ('v6e:16x16', lambda x, y, z: x < 8 and y >= 8, 'v6e:8x8', [(8, 8), (16, 4), (32, 2)]),
-    ],
-)
-def test_a_box_within_a_slice_is_ordered_like_a_separate_slice(name, part, alike, shapes):
-    devices = [d for d in described(name).devices if part(*d.coords)]
-    whole = described(alike)
-    for shape in shapes:
-        mesh = create_mesh(shape, ('data', 'model'), devices=devices)
-        assert_each_device_once(mesh, devices)
-        like = create_mesh(shape, ('data', 'model'), devices=whole.devices)
-        assert mean_hops(mesh.devices, whole.bounds, whole.wrap) == mean_hops(
-            like.devices, whole.bounds, whole.wrap
-        )
-        default = default_mesh(shape[1], devices=devices)
-        assert_each_device_once(default, devices)
-
-
-@pytest.mark.parametrize('shape', [(64, 4), (32, 8), (8, 32)])
-def test_a_part_with_half_of_a_ring_has_no_ring_there(shape):
-    """The part contains half of x, so only y and z are rings inside it."""
-    devices = [d for d in described('v5p:8x8x8').devices if d.coords[0] < 4]
-    mesh = create_mesh(shape, ('data', 'model'), devices=devices)
-    means = mean_hops(mesh.devices, (4, 8, 8), (False, True, True))
-    assert [ring.mean_hops for ring in axis_rings(mesh)] == pytest.approx(means)
-
-
-def test_devices_that_do_not_fill_a_box_form_a_path_of_neighbours():
-    # 15 chips of 4 x 4: nearly all steps are between neighbours, but the last one is long.
-    devices = [d for d in described('v5e:4x4').devices if tuple(d.coords) != (3, 3, 0)]
-    mesh = create_mesh((15,), ('data',), devices=devices)
-    assert_each_device_once(mesh, devices)
-    counted = hops_of_axis(mesh.devices, 0, (4, 4, 1), (False, False, False))
-    assert counted[:-1].count(1) >= 13
-    assert max(counted) <= 6
-    ring = axis_rings(mesh)[0]
-    assert (ring.mean_hops, ring.worst_hops) == (pytest.approx(sum(counted) / 15), max(counted))
-
-
 # axis_rings agrees with the independent count.
 
 
@@ -169,45 +123,6 @@ def test_rings_that_lead_through_both_slices(shape):
     mesh = create_mesh(shape, ('data', 'model')[-len(shape) :], devices=machine.describe().devices)
     assert_rings_are_as_counted(mesh, machine)
     assert [r.network for r in axis_rings(mesh)].count('ICI + DCN') == 1
-
-
-def test_the_argument_wrap_changes_the_counted_hops():
-    mesh = create('v5p:4x4x4', (16, 4))
-    for wrap in ((False, False, False), (False, False, True)):
-        expected = mean_hops(mesh.devices, (4, 4, 4), wrap)
-        assert [r.mean_hops for r in axis_rings(mesh, wrap=wrap)] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    'name, shape, expected',
-    [
-        ('v5e:2x4', (8, 1), [1.0, 0.0]),
-        ('v5e:2x4', (4, 2), [1.5, 1.0]),
-        ('v6e:2x4', (1, 8), [0.0, 1.0]),
-        ('tpu7x:2x2x1', (2, 4), [1.0, 0.5]),
-    ],
-)
-def test_small_machines_have_no_more_hops_than_with_the_fixed_order_of_jax(name, shape, expected):
-    """jax uses one fixed order for these devices, which needs more hops for some shapes."""
-    topology = described(name)
-    mesh = create_mesh(shape, ('data', 'model'), devices=topology)
-    assert_each_device_once(mesh, topology.devices)
-    means = [ring.mean_hops for ring in axis_rings(mesh)]
-    theirs = mesh_utils.create_device_mesh(shape, list(topology.devices))
-    assert means == mean_hops(mesh.devices, topology.bounds, topology.wrap)
-    jax_means = mean_hops(theirs, topology.bounds, topology.wrap)
-    assert all(a <= b for a, b in zip(means, jax_means, strict=True))
-    assert means == expected
-
-
-# Axes over slices, and many chips.
-
-
-def test_a_model_axis_over_slices_works_as_the_error_message_suggests():
-    devices = described('v5e:4x4', 2).devices
-    mesh = default_mesh(32, ici_mesh_shape=(1, 1, 16), dcn_mesh_shape=(1, 1, 2), devices=devices)
-    assert mesh.devices.shape == (1, 1, 32)
-    assert [d.slice_index for d in mesh.devices[0, 0]] == [0] * 16 + [1] * 16
 
 
 def test_a_mesh_of_4096_chips():

@@ -26,16 +26,6 @@ from partitioning import (
 
 all_machines = pytest.mark.parametrize('machine', MACHINES, ids=str)
 
-# The memory of a device in GiB. The compiler's error for a larger program contains this limit.
-HBM_GIB = {
-    'v2': 7.48,
-    'v3': 15.48,
-    'v4': 30.75,
-    'v5e': 15.75,
-    'v5p': 95.73,
-    'v6e': 31.24,
-    'tpu7x': 94.74,
-}
 ONE_HOST = ['v2:2x2', 'v3:2x2', 'v4:2x2x1', 'v5e:2x2', 'v5p:2x2x1', 'v6e:2x2', 'tpu7x:2x2x1']
 
 
@@ -177,7 +167,8 @@ def test_unknown_chips(name):
     with pytest.raises(ValueError, match='unknown topology') as error:
         describe_topology(name)
     assert repr(name) in str(error.value)
-    assert all(chip in str(error.value) for chip in (*HBM_GIB, 'a100', 'h100', 'h200', 'b200'))
+    assert all(name.split(':')[0] in str(error.value) for name in ONE_HOST)
+    assert all(chip in str(error.value) for chip in ('a100', 'h100', 'h200', 'b200'))
 
 
 @pytest.mark.core
