@@ -209,10 +209,7 @@ def _check_switch(name: str, value: Any) -> None:
 def _instance(*kinds: type, written: str, optional: bool = False) -> Check:
     """A check for an object of one of these types (`@Name` in gin is the class).
 
-    Args:
-      kinds: the types.
-      written: what to write, for the message.
-      optional: whether None is allowed, too.
+    `written` is what to write, for the message.
     """
 
     def check(name: str, value: Any) -> None:

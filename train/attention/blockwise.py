@@ -238,7 +238,6 @@ def find_gradients(
     Args:
       blocks: what does not change between blocks.
       q_BLHN, k_BSKN, v_BSKN: see `attend`.
-      arrays: the arrays of the sight.
       attended_BLHN: the attention over all keys, of which these may be a part.
       sums_BLH: the logarithms of the sums of its weights, float32.
       d_BLHN: the gradient of the attention.

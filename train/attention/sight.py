@@ -22,7 +22,6 @@ def sees_any(window: int | None, nearest: Any, farthest: Any) -> Any:
     Args:
       window: the first distance that is too far, or None if there is none.
       nearest: the least distance. It may be negative, where nothing is seen.
-      farthest: the greatest distance.
     """
     seen = farthest >= 0
     return seen if window is None else seen & (nearest < window)

@@ -115,7 +115,6 @@ def find_sources(
     """The other name of each array, or None if the array is left out.
 
     Args:
-      names: the names of the arrays.
       renames: pairs of a regular expression and the other name; see `RestoreConfig`.
       setting: the setting with the pairs. With None, a pattern need not match any array.
       kind: what the names belong to, for the message.

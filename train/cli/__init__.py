@@ -38,7 +38,6 @@ def run_module(module: str, function: str, arguments: Sequence[str]) -> int:
     Args:
       module: the name of the module, for messages.
       function: the function of train.cli that does the work, such as 'training.train'.
-      arguments: the arguments of the function.
     """
     line = line_of_module(module, arguments)
     return run_until_signal(lambda: _find(function)(arguments, f'python -m {module}'), line)

@@ -85,12 +85,9 @@ def make_children(
 
     Args:
       command: the name of the command, and its arguments.
-      count: the number of processes.
-      port: the port of process 0.
       devices: the number of devices of each process.
       gpus: all GPUs, divided evenly among the processes; without any, they use virtual devices.
       line: the command that starts all processes again, as one types it.
-      environment: the environment of the launcher.
     """
     # -P: a train.py in the current folder must not hide this package.
     program = [sys.executable, '-P', '-m', 'train.cli', *command]

@@ -26,7 +26,6 @@ def data_record(
     """Describes all that determines the training rows of each step and the evaluated rows, as JSON.
 
     Args:
-      task: the training task.
       evaluations: the tasks whose held-out parts are evaluated, by name.
       **settings: the settings that, together with the data, determine the rows and the random
         numbers of a step.
@@ -86,7 +85,6 @@ def check_same_as_before(directory: epath.Path, record: dict[str, Any], step: in
     """Checks that a resumed run reads the data that it began with.
 
     Args:
-      directory: the run's directory.
       record: the current record of its data.
       step: the step from which the run resumes.
 

@@ -193,7 +193,6 @@ def choose(
     """Chooses tokens, int32 [rows], and returns them and their log-probabilities, float32 [rows].
 
     Args:
-      key: the random key.
       logits_NV: the logits, float [rows, vocab].
       temperature: see `sample`; a number, or float [rows, 1].
       top_k, top_p, rescale_log_probs: see `sample`.

@@ -160,7 +160,6 @@ def score(
 
     Args:
       metrics: the metrics. A metric with the attribute `reads_tokens` gets tokens, not text.
-      references: the examples.
       tokens: int [length], the predicted tokens of each example.
     """
     pairs = list(zip(references, tokens, strict=True))

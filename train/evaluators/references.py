@@ -207,7 +207,6 @@ def to_line(mode: Mode, reference: Reference, output: Any) -> str:
 
     Args:
       mode: what the line has in addition to the texts of the example.
-      reference: the example.
       output: its score; or its predicted tokens, or `Predictions` of one row.
     """
     line: dict[str, Any] = {'inputs': reference.texts}

@@ -134,9 +134,7 @@ class Resolver:
     def resolve(self, selector: str, statement: Statement) -> Any:
         """gin's record of the configurable that a selector names, or None for one of gin's own.
 
-        Args:
-          selector: the name, without scopes.
-          statement: the statement that contains the selector.
+        `selector` is the name, without scopes.
 
         Raises:
           ConfigError: if no object or several objects have the name, or a gin file may not use it.

@@ -37,9 +37,7 @@ def choose_options(
 ) -> tuple[CompilerOption, ...]:
     """Returns the options with which the programs of a run are compiled.
 
-    Args:
-      setting: `TrainConfig.compiler_options`.
-      mesh: the mesh, whose chips decide the default options.
+    The chips of `mesh` decide the default options.
 
     Raises:
       ConfigError: if a default option is to be removed that the chips do not have.
@@ -84,11 +82,8 @@ def use_compilation_cache(
 ) -> None:
     """Makes jax keep the programs that it compiles from now on, in this whole process.
 
-    Args:
-      setting: `TrainConfig.compilation_cache`.
-      run_directory: the folder of the run. Several processes share a cache there, because only
-        process 0 writes programs, and the user's folder may be on each host.
-      say: prints a line.
+    `run_directory` is the folder of the run. Several processes share a cache there, because only
+    process 0 writes programs, and the user's folder may be on each host.
 
     Raises:
       ConfigError: if the folder of the setting cannot be written.

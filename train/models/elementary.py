@@ -77,10 +77,7 @@ def multiply(
     """Applies a matrix and its bias.
 
     Args:
-      config: the settings of the model.
       equation: the einsum of rows and matrix, by the letters of NAMES and P.
-      x: the rows.
-      params: the parameters of the layer.
       name: the name of the matrix; the name of its bias, if it has one, ends with '_bias'.
     """
     inputs = equation.partition('->')[0].split(',')

@@ -150,7 +150,6 @@ def defer_logits(
     """Computes the hidden states from which the output layer computes the next tokens' logits.
 
     Args:
-      config: the settings of the model.
       params: its parameters, see `list_parameters`.
       tokens_BL: int tokens, [batch, length].
       positions_BL: int positions, [batch, length]. By default, they are 0, 1, 2, ...

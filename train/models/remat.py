@@ -163,7 +163,6 @@ def recompute(function: F, remat: Remat | None, *, prevent_cse: bool) -> F:
     """Returns a function whose backward pass recomputes what `remat` does not keep.
 
     Args:
-      function: one layer.
       remat: what is kept. None keeps everything.
       prevent_cse: whether XLA could merge the recomputation with the first computation. Loops
         prevent it, because their forward and backward passes are separate programs.

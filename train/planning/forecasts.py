@@ -141,9 +141,7 @@ def least_work(work: Work, even_share: float) -> Work:
     operations and all exchanges of data take no time. On chips whose compiler estimates nothing,
     products take what the model says, as they do for compiled programs.
 
-    Args:
-      work: the estimated work.
-      even_share: the FLOPs of products of a device if nothing is computed twice over devices.
+    `even_share` is the FLOPs of products of a device if nothing is computed twice over devices.
     """
     chip = CHIPS[work.chip]
     flops = min(work.matmul_flops, even_share)

@@ -110,9 +110,7 @@ _SLICE_AXES = {'three_d': None, 'few_kv_heads': 'replica', 'context': 'replica'}
 def count_shards(layout: Layout, num_devices: int) -> dict[str, int] | None:
     """Returns into how many shards a preset divides each logical axis, the batch axis included.
 
-    Args:
-      layout: the preset with its sizes.
-      num_devices: the number of devices of a slice, which `data` divides among the other axes.
+    `num_devices` is the number of devices of a slice, which `data` divides among the other axes.
 
     Returns:
       The number by logical axis, or None if the axes do not divide the devices.

@@ -146,10 +146,8 @@ def search(
     bound is above the time of a compiled one.
 
     Args:
-      space: the candidates.
       predict: says by formulas what a candidate needs and takes. It raises ValueError if the
         settings cannot be honoured.
-      compile_candidate: says what the compiler says.
       limit: the memory of a device, in bytes.
       best: how many candidates to compile at most.
       tolerance: the relative error of predicted memory: only candidates that exceed the limit by

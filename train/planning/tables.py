@@ -190,7 +190,6 @@ def draw_search(
     """Returns a figure of time against memory: compiled candidates, and those by formula.
 
     Args:
-      result: what the search has found.
       png: a file to draw into; its suffix decides the format.
       title: the line above.
 

@@ -65,9 +65,6 @@ def open_channel(address: str, count: int, index: int, limits: Limits) -> Member
 
     Args:
       address: host:port of process 0.
-      count: the number of processes.
-      index: the index of this process.
-      limits: how long it waits.
 
     Raises:
       ConfigError: if the address is malformed, its port is in use, or the processes differ in the

@@ -85,7 +85,6 @@ def disagreement(
 
     Args:
       found: what `differences` returns, with at least one item.
-      count: the number of processes.
       advice: what to do about it.
     """
     table = Table('item', 'value', 'processes', box=None, pad_edge=False)

@@ -62,7 +62,6 @@ def find_processes(
     `find_processes({**read_metadata(), **os.environ})`.
 
     Args:
-      environ: the variables, such as os.environ.
       coordinator_address: host:port of process 0, if the user has given it; it wins over all
         variables.
 

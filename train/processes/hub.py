@@ -56,7 +56,6 @@ class Hub:
 
     Args:
       connections: the connection to each process, in the order of their indices.
-      limits: how long it waits.
       clock: returns the time in seconds.
     """
 
@@ -241,7 +240,6 @@ class Hub:
 
         Args:
           line: why, for all of them.
-          code: their exit code.
           causes: the processes that are the cause.
           reason: 'stuck' if the causes must leave their stacks, 'failed' if the others may have
             failed in the same way and print it themselves.
@@ -286,8 +284,6 @@ def silent(name: str, place: str, seconds: float, limit: float) -> str:
     """Says that a process gives no sign of life, and what it did at the last one.
 
     Args:
-      name: what the process is called.
-      place: what it did.
       seconds: how long ago that was.
       limit: the limit that it has passed, in seconds.
     """

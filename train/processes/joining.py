@@ -73,9 +73,7 @@ def find_address(
 def join_processes(address: ProcessAddress, limits: Limits | None = None) -> None:
     """Connects this process to the others of its run: through a channel, and then through jax.
 
-    Args:
-      address: the place of this process.
-      limits: how long the processes wait for each other, by default `Limits()`.
+    `limits` says how long the processes wait for each other, by default `Limits()`.
 
     Raises:
       ConfigError: if the processes have different packages.

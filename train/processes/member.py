@@ -34,9 +34,6 @@ class Member:
     """One process of a run, connected to the hub.
 
     Args:
-      connection: the connection to the hub.
-      index: the index of this process.
-      count: the number of processes.
       limits: how long processes wait for each other.
 
     Attributes:

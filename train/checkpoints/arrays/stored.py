@@ -191,9 +191,7 @@ def repeat_first(array: StoredArray, count: int) -> StoredArray:
 def bounds_of(index: Any, shape: tuple[int, ...]) -> Bounds:
     """The first index and the end along each dimension of a slice.
 
-    Args:
-      index: a slice, a tuple of slices for the first dimensions, or `...` for everything.
-      shape: the shape of the array.
+    `index` is a slice, a tuple of slices for the first dimensions, or `...` for everything.
     """
     given = tuple(i for i in (index if isinstance(index, tuple) else (index,)) if i is not ...)
     full = (*given, *[slice(None)] * (len(shape) - len(given)))

@@ -41,7 +41,6 @@ def write_safetensors(
       folder: the folder, which may not exist yet.
       arrays: the arrays by name. Each is read when it is its turn.
       report: receives the size of each array that has been written, in bytes.
-      **options: options of `SafetensorsWriter`.
     """
     with SafetensorsWriter(folder, arrays, **options) as writer:
         for name, array in arrays.items():

@@ -152,9 +152,7 @@ def name_in_t5x(name: str, adafactors: Collection[str]) -> str:
     of that Adafactor is state/step as well. The state of any other optax transformation has the
     path that T5X gives it, state/param_states/<path in the state of the transformation>.
 
-    Args:
-      name: its name here.
-      adafactors: where the states of T5X's Adafactor are, such as 'opt_state/0'.
+    `adafactors` says where the states of T5X's Adafactor are, such as 'opt_state/0'.
     """
     field, _, rest = name.partition('/')
     if field == 'step':

@@ -78,7 +78,6 @@ def model_config(config: ConfigJson, **settings: Any) -> ModelConfig:
     """Returns the settings of our model that computes what `config.json` describes.
 
     Args:
-      config: the configuration.
       **settings: other settings of our model, such as `dtype` or `scan_layers`.
 
     Raises:

@@ -172,9 +172,7 @@ def write_gpt2(m: TransformerConfig) -> Settings:
 def read_common(c: ConfigJson, is_tied: bool = False) -> Settings:
     """The settings that all models after Llama have.
 
-    Args:
-      c: the configuration.
-      is_tied: the default of transformers for tie_word_embeddings.
+    `is_tied` is the default of transformers for tie_word_embeddings.
     """
     c.require('partial_rotary_factor', 1.0, default=1.0)
     wavelength, scaling = _rope(c)

@@ -81,7 +81,6 @@ def open_parameters(
     """Opens the weights of a model under our names. What `wanted` does not have keeps its name.
 
     Args:
-      folder: the folder of the model.
       wanted: our arrays by name, if they have other forms than in the model that
         `load_huggingface_model` returns, such as separate layers.
 

@@ -101,7 +101,6 @@ def as_ours(
     """Opens the arrays of a model under our names and in our shapes.
 
     Args:
-      table: the arrays of the architecture.
       places: the arrays of the files, by name.
       wanted: our arrays by name. Their shapes tell how to divide joined dimensions. The vocabulary
         may be larger than the vocabulary of the model; its last rows are then zeros.
@@ -208,10 +207,7 @@ def find_targets(
 ) -> dict[str, Target]:
     """Lists the arrays of a model that our parameters become, by name.
 
-    Args:
-      table: the arrays of the architecture.
-      ours: our arrays by name.
-      vocab_size: the vocabulary of the model, which may be smaller than ours.
+    `vocab_size` is the vocabulary of the model, which may be smaller than ours.
 
     Raises:
       ConfigError: if the table does not have one of our parameters, or another rank of it.

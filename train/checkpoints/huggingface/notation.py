@@ -100,9 +100,7 @@ def bounds_to_read(
 
     The first part of a joined dimension is cut, and the others are read whole.
 
-    Args:
-      theirs: the dimensions of the array.
-      wanted: the first index and the end along each of them.
+    `wanted` is the first index and the end along each dimension of the array.
     """
     found = []
     for group in parse(theirs):

@@ -74,10 +74,8 @@ def plan_conversion(
     """Plans a conversion, and checks that it is possible. No array is read or written.
 
     Args:
-      source: the checkpoint to convert.
       to: where to: the folder of a run for 'meshwright' and 't5x', to which a step is added, or
         the new folder of that step; a new folder for the others.
-      format: the format to write.
       renames: pairs of a regular expression, which must match a whole name, and the new name, such
         as ('params/model/(.*)', 'params/\\1'). The names are in the new format; the first
         pair that matches counts. An empty new name leaves the array out.

@@ -138,7 +138,6 @@ class StepWriter:
     """Writes the steps of one folder, each of them in the background.
 
     Args:
-      directory: the folder of checkpoints.
       prefix: the beginning of the names of steps.
       texts: the names of the items that are folders of text files.
       use_ocdbt: whether all arrays share one database, as in T5X, or have a folder each.
@@ -179,7 +178,6 @@ class StepWriter:
 
         Args:
           step: the step, whose folder does not exist.
-          tree: the arrays.
           texts: the files of each item that is a folder of text files.
           dtype: returns the dtype in which an array is written, or None if it is its own, given the
             path of the array in the tree and the array.

@@ -127,7 +127,6 @@ def newest_step(
     """Chooses the newest good step by looking at files only, or None if no save was completed.
 
     Args:
-      directory: the folder of checkpoints.
       say: receives one line for each folder that is skipped.
       prefix: the beginning of the names of steps.
       below: only smaller steps are considered, because this one turned out to be damaged.

@@ -96,7 +96,6 @@ class CheckedFiles:
     """The files of a saved step. Several threads may check them at the same time.
 
     Args:
-      folder: the folder of the step.
       manifest: what has been written into it.
     """
 

@@ -204,7 +204,6 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
     Args:
       lengths: int [items], each from 1 to `capacity`.
-      capacity: the size of a bin.
 
     Returns:
       int64 [items], the bin of each item. Bins are numbered from 0 in the order of their opening.

@@ -179,7 +179,6 @@ def parquet_batch_size(
     Args:
       metadata: the metadata of the file, of pyarrow.
       stream: the file.
-      column: the column that is read.
       file: the file, for messages.
       max_decompressed: the greatest number of bytes of the column in one row group. By default,
         it is GROUP_BYTES, or 100 times the compressed bytes if that is more.

@@ -58,7 +58,6 @@ class Mlps:
         """Computes the hidden layer, [..., F], of rows [..., M].
 
         Args:
-          x: the rows.
           multiply: multiplies rows by the kernels of their experts.
           sample: draws the random bools of the dropout.
         """

@@ -45,9 +45,6 @@ def mix(
     """Sends tokens to their experts and sums up what comes back.
 
     Args:
-      config: how tokens are routed.
-      mlps: the experts.
-      x_BLM: the tokens.
       is_token_BL: which tokens are routed, bool; None routes all. The others are padding.
       find_logits: the router: a function of the tokens in groups, which returns the logits of the
         experts for each, float32.

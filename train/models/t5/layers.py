@@ -131,11 +131,8 @@ def apply_mlp(
     """Applies the MLP of a layer, or its experts, in a compact method of it.
 
     Args:
-      config: the settings of the layer.
-      x_BLE: the tokens.
       mask: where a position sees another, bool [batch, 1, length, length], or None. A position that
         does not see itself is padding, which experts do not take.
-      deterministic: whether there is no dropout.
       decode: whether tokens are decoded, so that experts take all of them.
     """
     c, experts = config, config.experts

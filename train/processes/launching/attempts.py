@@ -78,7 +78,6 @@ def count_after_loss(original: int, remaining: int, minimum: int) -> int | None:
     Args:
       original: the number at the first start. The result divides it, so that what was divided
         evenly among the processes still is.
-      remaining: how many remain.
       minimum: how many the user wants at least.
     """
     counts = range(remaining, minimum - 1, -1)
@@ -88,9 +87,7 @@ def count_after_loss(original: int, remaining: int, minimum: int) -> int | None:
 def decide(config: LaunchConfig, attempt: Attempt, restarted: int) -> Decision:
     """Decides what happens after all processes have ended.
 
-    Args:
-      attempt: how the processes have ended.
-      restarted: how often they have been started again so far.
+    `restarted` says how often they have been started again so far.
     """
     count, cause = len(attempt.ends), find_cause(attempt.ends)
     if cause is None:

@@ -75,9 +75,7 @@ _PLUGINS = ('jax_cuda12_plugin', 'jax_cuda13_plugin')
 def visible_gpus(environment: Mapping[str, str], folder: str = '/dev') -> list[str]:
     """Returns the NVIDIA GPUs that jax would use in this environment, by their CUDA names.
 
-    Args:
-      environment: the environment variables.
-      folder: where the kernel lists its devices.
+    `folder` is where the kernel lists its devices.
     """
     platforms = environment.get('JAX_PLATFORMS', '')
     if platforms and not {'cuda', 'gpu'} & set(platforms.split(',')):
@@ -93,11 +91,8 @@ def visible_gpus(environment: Mapping[str, str], folder: str = '/dev') -> list[s
 def devices_per_process(given: int | None, processes: int, gpus: list[str]) -> int:
     """Returns the number of devices of each process.
 
-    Args:
-      given: the user's choice. By default, the GPUs are divided evenly; without any, there are
-        eight virtual devices in total, or one per process if there are more processes.
-      processes: the number of processes.
-      gpus: the GPUs of this machine.
+    `given` is the user's choice. By default, the GPUs are divided evenly; without any, there are
+    eight virtual devices in total, or one per process if there are more processes.
 
     Raises:
       ConfigError: if a number is not positive, or if there are too few GPUs.

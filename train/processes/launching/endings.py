@@ -65,9 +65,7 @@ class LineReader:
 def prefixed(process: int, line: str, colour: bool = False) -> str:
     """Returns a line that begins with the index of its process, such as `[2] `.
 
-    Args:
-      process: the index.
-      colour: whether the index has the colour of its process.
+    `colour` says whether the index has the colour of its process.
     """
     index = f'[{process}]'
     if colour:
@@ -76,11 +74,7 @@ def prefixed(process: int, line: str, colour: bool = False) -> str:
 
 
 class Printer:
-    """Prints lines without ever waiting for the terminal or the pipe that receives them.
-
-    Args:
-      fd: the file descriptor.
-    """
+    """Prints lines without ever waiting for the terminal or the pipe that receives them."""
 
     def __init__(self, fd: int = 1):
         self.fd = fd

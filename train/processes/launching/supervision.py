@@ -44,7 +44,6 @@ def supervise(
 
     Args:
       children: what each process runs, by its index.
-      printer: prints their lines.
       inbox: where signals are read, as `signal_inbox` yields it. The first one is passed on to the
         first process that still runs, and is expected to end all; the second one kills all.
       grace_seconds: how long the others may take to end by themselves after a failure.
