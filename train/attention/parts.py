@@ -32,8 +32,6 @@ class Part:
     """A part of the queries of a row, and a part of its keys.
 
     Attributes:
-      queries: the number of queries.
-      keys: the number of keys.
       window: the number of keys that a query sees, or None; see `Sight`.
     """
 

@@ -186,7 +186,6 @@ class Preflight:
     """What is known about a restore before any array is read.
 
     Attributes:
-      path: the folder of the checkpoint.
       num_arrays: the number of arrays to restore.
       num_bytes: their size in the checkpoint without compression, in bytes.
       process_bytes: the bytes that each process reads, by its index. A chunk that is read in part

@@ -34,8 +34,6 @@ class Reference:
 
     Attributes:
       tokens: int [tokens], its targets, without the end token and padding.
-      inputs: its inputs, as text.
-      targets: its targets, as text.
       tokenizer: decodes predictions.
       postprocess: a function of (text, example=..., is_target=...) that returns what metrics
         compare; None compares the text itself.

@@ -25,7 +25,6 @@ class Reference:
 
     Attributes:
       name: the name, with its scopes.
-      is_macro: whether it is a macro.
       evaluate: whether the value is the result of a call.
     """
 

@@ -60,7 +60,6 @@ class Partial(NamedTuple):
     """The scores over a part of the vocabulary, each [batch, length].
 
     Attributes:
-      greatest_BL: the greatest logit.
       exp_sum_BL: the sum of exp(logit - greatest).
       logit_BL: the logit of the target, or 0 if it is in another part.
       argmax_BL: the token of the greatest logit.

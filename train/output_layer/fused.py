@@ -60,10 +60,7 @@ class _Layer:
     """What is known of an output layer when it is traced.
 
     Attributes:
-      placement: its mesh axes.
-      chunking: its chunks.
       x_dtype: the dtype of the hidden states.
-      w_dtype: the dtype of the weights.
     """
 
     placement: Placement

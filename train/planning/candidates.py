@@ -34,7 +34,6 @@ class Candidate:
 
     Attributes:
       layout: the mesh and the rules.
-      remat: what the backward pass recomputes.
       output_chunks: the number of chunks of the vocabulary in the output layer.
       compiler_options: options of the compiler in addition to the options of the run; None removes
         one.

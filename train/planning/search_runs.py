@@ -40,7 +40,6 @@ class Searched(NamedTuple):
     """A search of a run, and the files that it has written.
 
     Attributes:
-      result: what was found.
       files: the files, by what they are.
     """
 

@@ -147,12 +147,9 @@ class _Found:
 
     Attributes:
       source: the system.
-      count: the number of processes.
-      index: the index of this process.
       variables: the values that say so, for messages.
       host: the host of process 0, with the port of another server or none; None if the system does
         not say it.
-      port: the port of process 0.
       local_device_ids: the GPUs of this process, or None for all that it sees.
     """
 

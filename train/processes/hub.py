@@ -36,7 +36,6 @@ class _Seen:
       compiles: whether it compiles, which may take any time.
       passed: the tick that it had passed when the hub asked it to pause, or None.
       left: whether it has said that it ends.
-      closed: whether its connection is closed.
     """
 
     connection: Connection

@@ -46,7 +46,6 @@ class PlannedRun:
 
     Attributes:
       batch: the ShapeDtypeStructs of a training batch, each [batch, ...].
-      plan: the layout of the state.
       key: the key of the initial parameters and of the random numbers of the steps.
     """
 
@@ -67,8 +66,6 @@ class Run(PlannedRun):
     """A planned run with its data.
 
     Attributes:
-      console: prints its progress.
-      data: the training data.
       evaluators: what is evaluated, by name: `TrainConfig.evaluators` or its default.
       evaluated: the data of each evaluator that reads any, by the name of the evaluator.
       rows: the training rows, endless and with random access.

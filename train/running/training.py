@@ -139,11 +139,7 @@ class Loop:
 
     Attributes:
       step: the last step that has begun.
-      programs: the compiled programs.
       clock: measures how long the run takes to start.
-      feed: the batches.
-      evaluators: the prepared evaluators, by name.
-      writers: where metrics go.
       reason: why the run ends early, or None.
     """
 

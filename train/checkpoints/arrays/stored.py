@@ -97,7 +97,6 @@ class StoreReader:
     """Reads slices of an open TensorStore, after a check of the files that contain them.
 
     Attributes:
-      store: the tensorstore.TensorStore.
       check: checks the files of a slice, which has a first and a last index for each dimension.
       read_file: reads a slice that is exactly one file into a contiguous array of its shape, and
         returns whether it could.

@@ -51,7 +51,6 @@ class Place(NamedTuple):
     """The position of an array in a file, with its dtype and shape.
 
     Attributes:
-      dtype: the dtype of its values.
       offset: the position of its first byte in the file.
     """
 

@@ -31,7 +31,6 @@ class Group:
     Attributes:
       letters: the dimensions that are joined.
       part: which of the equal parts these are, from 0.
-      num_parts: the number of equal parts.
     """
 
     letters: tuple[str, ...]

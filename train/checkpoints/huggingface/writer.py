@@ -48,9 +48,7 @@ class PlannedModel:
     Attributes:
       arrays: our parameters by name.
       targets: the arrays to write, and how ours become them.
-      structs: their shapes and dtypes.
       settings: the content of `config.json`.
-      files: files that are copied.
       max_file_bytes: the size from which another file is begun.
     """
 

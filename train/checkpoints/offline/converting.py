@@ -37,10 +37,7 @@ class Conversion:
     """A planned conversion: what will be written, and where.
 
     Attributes:
-      source: the checkpoint that is read.
-      format: the format that is written.
       folder: the folder or the step that is written. It does not exist yet.
-      step: the step of the result.
       tree: the tree of their names for Orbax.
       lost: what the source has and the result does not, one entry for each kind of thing.
       model: the model of Hugging Face that is written, if that is the format.

@@ -56,7 +56,6 @@ class FileRecord(NamedTuple):
     """What a manifest knows about a file.
 
     Attributes:
-      size: the size in bytes.
       checksum: the xxh3_128 checksum of its content, in hexadecimal digits.
     """
 

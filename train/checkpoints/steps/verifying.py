@@ -209,7 +209,6 @@ class Verified:
       status: 'good' if all files have the content that was written; see `FoundStep`.
       reasons: why it is not good, one line for each damaged file.
       num_files: the number of files that were read.
-      nbytes: their size, in bytes.
     """
 
     found: FoundStep

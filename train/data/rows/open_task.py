@@ -55,12 +55,9 @@ class Part:
     """The part of a task that reads one source.
 
     Attributes:
-      name: the name of the source.
-      index: the tokens of the source.
       rows: makes rows from a token stream.
       settings: the settings that, together with the tokens, determine the rows.
       scores_bytes: whether the targets of the rows cover every byte of the text exactly once.
-      metrics: the metrics of decoded text.
       postprocess: turns decoded text into what the metrics compare. None compares the text.
       inputs_tokenizer: the tokenizer of the inputs, if the targets have another one.
       weight: this part's share of the training rows.

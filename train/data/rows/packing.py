@@ -83,7 +83,6 @@ class SplitRows:
     with separators of weight 0.
 
     Attributes:
-      stream: the documents.
       length: the number of targets in a row.
       separator: the token that fills up the last row.
     """
@@ -118,7 +117,6 @@ class PackedRows:
     and `decoder_positions` count from 0.
 
     Attributes:
-      stream: the documents.
       length: the number of targets in a row.
       separator: the token that pads rows.
       starts: int64 [pieces], where each piece begins in the stream, in the order of the rows.

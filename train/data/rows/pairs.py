@@ -115,7 +115,6 @@ class PairRows:
     """Rows of one example, or of several that are packed into a row.
 
     Attributes:
-      pairs: the examples.
       endings: how inputs and targets are cut.
       make_row: makes a row from examples whose tokens fit.
       first_examples: int64 [rows + 1], the first example of each row. With None, each example is a
@@ -186,7 +185,6 @@ class PrefixRow:
 
     Attributes:
       length: the number of tokens in a row.
-      has_inputs: whether examples have inputs.
       packed: whether a row describes its segments: ids 1, 2, ... and positions from 0.
     """
 

@@ -100,7 +100,6 @@ class CorruptSpans:
     """Turns a text into inputs and targets.
 
     Attributes:
-      corruption: how much is removed.
       end: the token at the end of the inputs and of the targets.
       first_sentinel: the token that stands for the first span. The second span has the token below
         it, and so on.

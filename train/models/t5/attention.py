@@ -55,8 +55,6 @@ class Attention(nn.Module):
     """Multi-head attention without scaling, which is in the initial kernels of the queries.
 
     Attributes:
-      config: sizes and choices.
-      deterministic: whether there is no dropout.
       decode: whether keys and values are cached, for one new position per call. The first call,
         without a cache, creates it.
       prefill: whether the call fills the cache with the keys and values of `prefill_lengths`

@@ -165,7 +165,6 @@ class RelativeBias(nn.Module):
     """A learned bias for each head and each bucket of distances between query and key.
 
     Attributes:
-      config: the sizes.
       bidirectional: whether keys after the query have buckets.
       cache: whether the biases are cached while decoding.
     """

@@ -24,8 +24,6 @@ class Layer(nn.Module):
     """One layer of an encoder, of a decoder, or of a decoder that has a prefix and no encoder.
 
     Attributes:
-      config: sizes and choices.
-      deterministic: whether there is no dropout.
       decode: whether keys and values are cached, for one new position per call.
       prefill: see `Attention`.
       max_decode_length: the length of the cache while decoding.
@@ -136,7 +134,6 @@ class Decoder(nn.Module):
     """The decoder's layers, between the embeddings and the logits.
 
     Attributes:
-      config: sizes and choices.
       embed: the embeddings of the network. A decoder without an encoder has its own.
     """
 

@@ -126,10 +126,8 @@ class ProcessEnd:
     """The end of one process.
 
     Attributes:
-      process: its index.
       code: its exit code, or the negative number of the signal that killed it.
       sent: the last signal that the launcher had sent to it in order to end it, if any.
-      lines: its last lines.
     """
 
     process: int
@@ -155,7 +153,6 @@ class Attempt:
     """How all processes of a run have ended.
 
     Attributes:
-      ends: the ends in their order.
       stopped_by: the signal with which the user has stopped the launcher, if any.
     """
 

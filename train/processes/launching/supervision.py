@@ -27,11 +27,7 @@ _READ_BYTES, _LAST_READS = 64 * 1024, 16
 
 @dataclasses.dataclass(frozen=True)
 class Child:
-    """What a process runs.
-
-    Attributes:
-      command: the program and its arguments.
-    """
+    """What a process runs."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
