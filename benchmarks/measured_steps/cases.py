@@ -17,8 +17,8 @@ from partitioning.hardware import CHIPS
 
 from .fitting import Case
 from .program import Program
-from .rebuilding import NotRebuilt, find_stand, list_programs, rebuild
-from .records import read_collectives, with_copies
+from .rebuilding import find_listed, list_programs, rebuild
+from .records import with_copies
 from .rows import MeasuredRow, load_rows
 
 _RATES = {'Gb': 1e9 / 8, 'Tb': 1e12 / 8, 'GB': 1e9}  # in bytes/s
@@ -31,31 +31,24 @@ def list_cases(
     """Returns the cases of all rows, and for each row without a case why it has none.
 
     A row has one case for its traced program, and one for its compiled program if there is one.
-
-    Args:
-      traced: what each traced program has to do, by its name.
-      compiled: the same for programs that were compiled.
     """
     cases: list[Case] = []
     reasons: dict[str, str] = {}
     for row in load_rows():
         program = rebuild(row)
-        if isinstance(program, NotRebuilt):
-            reasons[row.name] = program.reason
+        if isinstance(program, str):
+            reasons[row.name] = program
             continue
-        stand = find_stand(row)
-        assert stand is not None
-        origins: list[tuple[Origin, Mapping[str, Mapping[str, Any]]]] = []
-        origins += [('jaxpr', traced), ('compiler', compiled)]
+        name = find_listed(row, program)
+        records: dict[Origin, Any] = {'jaxpr': traced.get(name), 'compiler': compiled.get(name)}
         found = [
-            (origin, records[stand.program])
-            for origin, records in origins
-            if 'device_bytes' in records.get(stand.program, {})
+            _make_case(row, program, name, record, origin)
+            for origin, record in records.items()
+            if record and 'device_bytes' in record
         ]
         if not found:
             reasons[row.name] = 'its program could not be traced'
-        for origin, record in found:
-            cases.append(_make_case(row, program, stand.program, record, origin))
+        cases += found
     return cases, reasons
 
 
@@ -78,11 +71,7 @@ def software_of(row: MeasuredRow) -> str:
 def work_of(record: Mapping[str, Any], copies: int, from_copies: int, origin: Origin) -> Work:
     """Returns the work of a program, on a machine with another number of copies of the model.
 
-    Args:
-      record: the record of the program.
-      copies: the number of copies over the slower network.
-      from_copies: the number that the program was compiled for.
-      origin: where the record comes from.
+    The program was made for `from_copies` over the slower network, and the machine has `copies`.
     """
     clock = CHIPS[record['chip']].clock_hz
     cycles = record.get('cycles') or {}
@@ -96,7 +85,7 @@ def work_of(record: Mapping[str, Any], copies: int, from_copies: int, origin: Or
         other_seconds=(sum(cycles.values()) - products) / clock if clock and estimated else None,
         other_bytes=record['device_bytes'],
         kernels=tuple(KernelWork(**kernel) for kernel in record['kernels']),
-        collectives=tuple(with_copies(read_collectives(record), from_copies, copies)),
+        collectives=tuple(with_copies(record['collectives'], from_copies, copies)),
         host_bytes=record['host_bytes'],
     )
 
@@ -130,14 +119,14 @@ def _make_case(
         name=row.name,
         chip=row.chip,
         platform=chip.platform,
-        group=row.group,
+        group=row['group'],
         family=family_of(row),
         software=software_of(row),
         seconds=row.step_seconds,
         flops=1e9 * counts['causal_attention'] * tokens,
         peak=chip.peak_flops_per_device,
         loads=find_loads(work, machine_of(row, program)),
-        dense=row.workload == 'dense',
+        dense=row['class'] == 'dense',
         superseded=row.superseded,
         origin=origin,
     )

@@ -31,11 +31,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-from benchmarks.campaigns import parse_names
+from typing import Any, NamedTuple
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
+
+from benchmarks.campaigns import parse_names
+from meshwright.program.costs import mesh_axes, read_memory
+from meshwright.time import find_kernel_work
+from partitioning.hardware import chip_of
+from partitioning.products.flops import count_flops, count_jaxpr_flops
+from train.objectives.objective import make_eval_step
+from train.running.programs import partition_train_step
+from train.running.run import prepare
+
+from .rebuilding import list_programs
 
 STORE = Path(os.environ.get('MESHWRIGHT_TRUTH', 'build/forecast_truth'))
 _RECORD, _TEXT, _JAXPR, _EARLY = '.json', '.hlo.txt.gz', '.jaxpr.txt.gz', '.early'
@@ -48,16 +57,8 @@ _BUFFERS = '*jit_train_step*after_optimizations-buffer-assignment.txt'
 _ARGUMENT = re.compile(r'^allocation \d+: size (\d+), page 0, parameter', re.MULTILINE)
 
 
-@dataclasses.dataclass(frozen=True)
-class Traced:
-    """A traced train step.
-
-    Attributes:
-      found: what is known about it, as in the store.
-      lowered: the program before the compiler.
-      jaxpr: its jaxpr.
-      mesh: the mesh of described devices.
-    """
+class Traced(NamedTuple):
+    """A traced train step: what the store has about it, and what the compiler is given."""
 
     found: dict[str, Any]
     lowered: Any
@@ -69,35 +70,28 @@ def compile_program(name: str, early: bool = False) -> None:
     """Compiles one program in this process, and stores what the compiler says.
 
     If the program needs more memory than a device has, it is compiled with as many chunks of the
-    vocabulary as keep the logits small, and the first error is stored too.
-
-    Args:
-      name: the name of the program.
-      early: whether the compiler stops before it generates code. The process then ends.
+    vocabulary as keep the logits small, and the first error is stored too. With `early`, the
+    process ends before the compiler generates code.
     """
-    from .rebuilding import list_programs
-
     program, errors = list_programs()[name], {}
     folder = ask_for_text() if early else None
-    save = functools.partial(_save, name + _EARLY * early)
+    save = functools.partial(_save, name + _EARLY * early, errors)
     for key, chunks in (('error_with_whole_logits', program.output_chunks), ('error', None)):
         tried = dataclasses.replace(program, output_chunks=chunks)
         try:
-            _compile(tried, folder, functools.partial(save, errors))
+            _compile(tried, folder, save)
             return
         except Exception as error:
             if not _is_out_of_memory(str(error)):
                 raise
             errors[key] = str(error)[:4000]
     traced = trace_program(tried)
-    save(errors, traced, '', {'fits': False})
+    save(traced, '', {'fits': False})
     if early:
         os._exit(0)
 
 
 def _compile(program: Any, folder: Path | None, save: Callable[..., None]) -> None:
-    from meshwright.program.costs import read_memory
-
     started = time.perf_counter()
     traced = trace_program(program)
 
@@ -125,14 +119,6 @@ def _compile(program: Any, folder: Path | None, save: Callable[..., None]) -> No
 
 def trace_program(program: Any) -> Traced:
     """Traces the train step of a program, and counts what is known without a compiler."""
-    from meshwright.program.costs import mesh_axes
-    from meshwright.time import find_kernel_work
-    from partitioning.hardware import chip_of
-    from partitioning.products.flops import count_flops, count_jaxpr_flops
-    from train.objectives.objective import make_eval_step
-    from train.running.programs import partition_train_step
-    from train.running.run import prepare
-
     config = program.train_config()
     with contextlib.redirect_stdout(sys.stderr):
         run = prepare(config)
@@ -181,21 +167,16 @@ def compile_programs(names: Iterable[str], early: bool) -> None:
 
 
 def run_campaign(names: str | None, early: bool) -> None:
-    """Compiles programs, by default all, and writes the committed records.
+    """Compiles programs, separated by commas, by default all, and writes the committed records.
 
     Records of programs that the store does not have stay as they are.
-
-    Args:
-      names: the names of programs, separated by commas.
-      early: whether they are compiled only until their memory is known.
     """
-    from .rebuilding import list_programs
-    from .records import make_records, read_records, write_records
+    from .records import make_record, read_records, write_records
 
     known = list_programs()
     compile_programs(parse_names(names, known, 'program'), early)
     kept = {name: record for name, record in read_records().items() if name in known}
-    write_records(kept | make_records())
+    write_records(kept | {found['name']: make_record(found) for found in read_all()})
 
 
 def read_all() -> Iterator[dict[str, Any]]:
@@ -204,8 +185,6 @@ def read_all() -> Iterator[dict[str, Any]]:
     The entry 'stored_as' is the name for `read_text`. If it ends with '.early', the text has no
     estimated cycles.
     """
-    from .rebuilding import list_programs
-
     for name in list_programs():
         stored = [s for s in (name, name + _EARLY) if (STORE / f'{s}{_RECORD}').exists()]
         for stored_as in stored[:1]:
@@ -231,15 +210,9 @@ def compile_until_scheduled(
 ) -> None:
     """Compiles a program until its text is there, and ends this process.
 
-    Args:
-      lowered: the program.
-      folder: the folder of `ask_for_text`.
-      finish: is called with the text and the sizes in bytes of the memory.
-
-    Raises:
-      Exception: as the compiler does, for example if the program needs too much memory.
+    `finish` is called with the text, which is in the folder of `ask_for_text`, and the sizes in
+    bytes of the memory. If the program needs too much memory, the error of the compiler is raised.
     """
-
     failed = threading.Event()
 
     def watch() -> None:

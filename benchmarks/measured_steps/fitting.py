@@ -44,21 +44,15 @@ class Free:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A measured step with the loads of the program that stands for it.
+    """A measured row with the loads of the program that stands for it.
 
     Attributes:
-      name: the name of the row.
-      chip: its chip.
-      platform: 'tpu' or 'gpu'.
-      group: the group of the row.
+      group: rows of one group measure the same workload, at most with other flags or versions.
       family: the chip, framework and model, without batch and size of the machine.
       software: the framework whose programs have a factor of their own, or ''.
-      seconds: the measured time of a step.
       flops: the model's FLOPs per device.
       peak: the peak rate of a device, in FLOP/s.
-      loads: the loads.
       dense: whether it is a dense model in bfloat16.
-      superseded: whether a later measurement takes its place.
       origin: 'compiler' if the program was compiled, 'jaxpr' if it was traced.
     """
 
@@ -106,10 +100,10 @@ def fit_constants(
 
     Args:
       cases: the measured steps.
-      usual: the usual constants of each chip.
+      usual: the usual constants of each chip, of which the free ones are fitted.
       free: the constants to fit.
       software: the usual factor of each framework other than ours; all are fitted.
-      start: the logarithms of constants to their usual values at the start, by default 0.
+      start: what an earlier fit has returned as logarithms, by default 0.
 
     Returns:
       The constants, and their logarithms to the usual values.

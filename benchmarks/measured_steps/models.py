@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,16 +38,11 @@ _POLICIES: dict[str, Remat] = {
     'minimal_flash': Remat(save=('dots', 'attended')),
     'dots_saveable': Remat(save=('dots',)),
 }
-# Sizes of MaxText's splash attention -> sizes of `SplashBlocks`.
+# Sizes of `SplashBlocks`, and both sides of the same blocks in MaxText's splash attention.
 _BLOCKS = {
-    'sa_block_q': 'queries',
-    'sa_block_kv': 'keys',
-    'sa_block_kv_compute': 'keys_compute',
-    'sa_block_q_dkv': 'dkv_queries',
-    'sa_block_kv_dkv': 'dkv_keys',
-    'sa_block_kv_dkv_compute': 'dkv_keys_compute',
-    'sa_block_q_dq': 'dq_queries',
-    'sa_block_kv_dq': 'dq_keys',
+    'keys': ('sa_block_q', 'sa_block_kv'),
+    'dkv_keys': ('sa_block_q_dkv', 'sa_block_kv_dkv'),
+    'dq_keys': ('sa_block_q_dq', 'sa_block_kv_dq'),
 }
 _ACTIVATIONS = {'silu': 'silu', 'relu': 'relu', 'gelu': 'gelu_tanh'}
 _LLAMA_LIKE = ('llama2', 'mistral', 'llama-like', 'llama-like with q/k norm', None)
@@ -164,22 +160,10 @@ def _choose_attention(row: MeasuredRow) -> AttentionSettings:
     them: the compiler does not estimate kernels, and the larger side of a block, which is kept,
     decides how many blocks the mask leaves out.
     """
-    blocks = row['attention']['blocks']
-    sizes = {ours: blocks[name] for name, ours in _BLOCKS.items() if name in blocks}
     if not row['hardware']['topology']:
         return AttentionSettings()
-    return AttentionSettings(splash_blocks=_smaller(SplashBlocks(**sizes)))
-
-
-def _smaller(blocks: SplashBlocks) -> SplashBlocks:
-    least = 128
-    return SplashBlocks(
-        queries=least,
-        keys=max(blocks.queries, blocks.keys),
-        keys_compute=least,
-        dkv_queries=least,
-        dkv_keys=max(blocks.dkv_queries, blocks.dkv_keys),
-        dkv_keys_compute=least,
-        dq_queries=least,
-        dq_keys=max(blocks.dq_queries, blocks.dq_keys),
-    )
+    sizes = dict.fromkeys((field.name for field in dataclasses.fields(SplashBlocks)), 128)
+    for ours, sides in _BLOCKS.items():
+        usual = getattr(SplashBlocks, ours)
+        sizes[ours] = max(row['attention']['blocks'].get(side, usual) for side in sides)
+    return AttentionSettings(splash_blocks=SplashBlocks(**sizes))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import optax
 
@@ -28,14 +26,11 @@ class Program:
     """A train step for a described machine. Equal programs compile to the same text.
 
     Attributes:
-      model: the model.
       output_chunks: the parts into which the vocabulary of the output layer is divided. None takes
         as many as keep the logits small.
       topology: one slice of the machine, or the hosts of a machine with GPUs.
-      num_slices: the number of slices.
       axes: the size of each mesh axis within a slice, or on GPUs within a host.
       dcn: the size of each mesh axis over slices or hosts.
-      rules: the logical axis rules.
       batch_size: the global batch, in sequences.
       sequence_length: the tokens of a sequence.
       num_microbatches: the parts of a batch whose gradients are summed.
@@ -88,7 +83,6 @@ class Program:
             mask=decay_matrices_only,
         )
         output = OutputSettings(num_chunks=self.output_chunks, logits_dtype='bfloat16')
-        options: Mapping[str, Any] = dict(self.compiler_options)
         return TrainConfig(
             model_dir='build/forecast_truth/run',
             objective=NextToken(model=Transformer(self.model), output=output),
@@ -100,7 +94,7 @@ class Program:
             sequence_length=self.sequence_length,
             num_microbatches=self.num_microbatches,
             evaluators={},
-            compiler_options=options or 'auto',
+            compiler_options=dict(self.compiler_options) or 'auto',
             compilation_cache=None,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -18,30 +17,20 @@ from .program import Axes, Program, Rules
 from .rows import MeasuredRow, load_rows
 
 
-@dataclasses.dataclass(frozen=True)
-class NotRebuilt:
-    """Why no program stands for a row.
-
-    Attributes:
-      reason: the reason, as one line.
-    """
-
-    reason: str
-
-
-def rebuild(row: MeasuredRow) -> Program | NotRebuilt:
-    """Returns the program that stands for a row, or why there is none."""
+def rebuild(row: MeasuredRow) -> Program | str:
+    """Returns the program that stands for a row, or in one line why there is none."""
     for reason in _problems(row):
-        return NotRebuilt(reason)
+        return reason
     topology, num_slices = describe_topology_of(row)
+    axes, dcn = axes_of(row)
     settings = row.settings.get('other_settings') or {}
     program = Program(
         model=describe_model(row),
         output_chunks=settings.get('num_vocab_tiling') or 1,
         topology=topology,
         num_slices=num_slices,
-        axes=ici_axes(row),
-        dcn=dcn_axes(row),
+        axes=axes,
+        dcn=dcn,
         rules=choose_rules(row),
         batch_size=row['global_batch'],
         sequence_length=row['seq_len'],
@@ -51,9 +40,7 @@ def rebuild(row: MeasuredRow) -> Program | NotRebuilt:
     )
     count = count_parameters(program.model) - count_left_out(program.model)
     if count != row.params_total:
-        return NotRebuilt(
-            f'our model has {count:,} parameters, and the measured one {row.params_total:,}'
-        )
+        return f'our model has {count:,} parameters, and the measured one {row.params_total:,}'
     return program
 
 
@@ -81,20 +68,6 @@ def count_left_out(model: TransformerConfig) -> int:
     return each * model.num_layers
 
 
-@dataclasses.dataclass(frozen=True)
-class Stand:
-    """The program that stands for a row.
-
-    Attributes:
-      program: the name of the program.
-      num_copies: the number of copies of the model over the slower network, which is larger than
-        in the program if the program has two of them and stands for more.
-    """
-
-    program: str
-    num_copies: int
-
-
 def list_programs() -> dict[str, Program]:
     """Returns each distinct program, under the name of the first row that it stands for.
 
@@ -103,12 +76,12 @@ def list_programs() -> dict[str, Program]:
     return {name: program for program, name in _names().items()}
 
 
-def find_stand(row: MeasuredRow) -> Stand | None:
-    """Returns the program that stands for a row, or None if there is none."""
-    program = rebuild(row)
-    if isinstance(program, NotRebuilt):
-        return None
-    return Stand(_names()[_with_few_copies(row, program)], program.num_copies)
+def find_listed(row: MeasuredRow, program: Program) -> str:
+    """Returns the name of the listed program that stands for a row and its own program.
+
+    The listed program can have fewer copies of the model over the slower network.
+    """
+    return _names()[_with_few_copies(row, program)]
 
 
 @functools.cache
@@ -149,7 +122,7 @@ def machine_problems(row: MeasuredRow) -> Iterator[str]:
     for name in (*parallelism['ici'], *parallelism['dcn']):
         if name not in _AXES:
             yield f'its mesh has the axis {name!r}, for which no rules are written here'
-    if row.num_devices != math.prod(size for _, size in (*ici_axes(row), *dcn_axes(row))):
+    if row.num_devices != math.prod(size for axes in axes_of(row) for _, size in axes):
         yield 'the sizes of its mesh axes do not multiply to its devices'
 
 
@@ -161,21 +134,12 @@ def describe_topology_of(row: MeasuredRow) -> tuple[str, int]:
     return f'{row.chip}:{row.num_slices}x{row.num_devices // row.num_slices}', 1
 
 
-def ici_axes(row: MeasuredRow) -> Axes:
-    """Returns the size of each mesh axis within a slice or a host."""
-    return _sizes(row, 'ici')
-
-
-def dcn_axes(row: MeasuredRow) -> Axes:
-    """Returns the size of each mesh axis over slices or hosts; empty with one of them."""
-    return _sizes(row, 'dcn') if row.num_slices > 1 else ()
-
-
-def _sizes(row: MeasuredRow, network: str) -> Axes:
+def axes_of(row: MeasuredRow) -> tuple[Axes, Axes]:
+    """Returns the sizes of mesh axes within slices or hosts, and over them if there are several."""
     ici, dcn = row['parallelism']['ici'], row['parallelism']['dcn']
     used = [name for name in _AXES if ici.get(name, 1) * dcn.get(name, 1) > 1]
-    sizes = {'ici': ici, 'dcn': dcn}[network]
-    return tuple((name, sizes.get(name, 1)) for name in used)
+    within, over = (tuple((name, of.get(name, 1)) for name in used) for of in (ici, dcn))
+    return within, over if row.num_slices > 1 else ()
 
 
 def choose_rules(row: MeasuredRow) -> Rules:
@@ -187,7 +151,7 @@ def choose_rules(row: MeasuredRow) -> Rules:
     tokens are sharded over 'tensor' too: MaxText shards the width of the residual stream there,
     which gathers and scatters as many bytes.
     """
-    names = [name for name, _ in ici_axes(row)]
+    names = [name for name, _ in axes_of(row)[0]]
 
     def present(*wanted: str) -> str | tuple[str, ...] | None:
         found = tuple(name for name in wanted if name in names)

@@ -12,17 +12,19 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from meshwright.jaxpr import trace_function
 from meshwright.program.collectives import Collective, MeshAxes
-from meshwright.program.costs import ProgramCosts, costs_of_text
+from meshwright.program.costs import costs_of_text
 from meshwright.time import Work, estimate_work
 from partitioning.hardware import parse_topology
+from train.running.programs import partition_train_step
+from train.running.run import prepare
 
-from .compiling import read_all, read_text
+from .compiling import read_text
 from .program import Program
 from .rebuilding import list_programs
 
@@ -30,6 +32,8 @@ RECORDS = Path(__file__).with_name('compiled_steps.json')
 TRACED = Path(__file__).with_name('traced_steps.json')
 # The settings of a program that a reader looks for; the others follow from the row.
 _SETTINGS = ('topology', 'num_slices', 'axes', 'dcn', 'batch_size', 'output_chunks')
+# What exchanges have in common that a record does not tell apart.
+_KIND = ('kind', 'network', 'axes', 'group_size', 'asynchronous')
 _KEPT = (
     'fits',
     'chip',
@@ -49,20 +53,11 @@ _KEPT = (
 )
 
 
-def make_records() -> dict[str, dict[str, Any]]:
-    """Returns the compact record of each program of the store, by name."""
-    return {found['name']: make_record(found) for found in read_all()}
-
-
 def make_record(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the compact record of a program.
+    """Returns the compact record of what the store has about a program.
 
-    Args:
-      found: what the store has about the program.
-
-    Returns:
-      The record. Without code for the devices there are no estimates, and exchanges that overlap
-      with others appear several times in the text, so the record then has only the memory.
+    Without code for the devices there are no estimates, and exchanges that overlap with others
+    appear several times in the text, so the record then has only the memory.
     """
     program = found['program']
     record = {name: program[name] for name in _SETTINGS}
@@ -80,7 +75,7 @@ def make_record(found: Mapping[str, Any]) -> dict[str, Any]:
         'device_bytes': costs.device_bytes,
         'host_bytes': costs.host_bytes,
         'kernels': found['kernel_work'],
-        'collectives': list(_collectives(costs)),
+        'collectives': [_entry(c) for c in _merge_equal(costs.collectives)],
     }
 
 
@@ -103,9 +98,6 @@ def trace_all() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def trace_work(program: Program) -> Work:
     """Returns the work of a program on each device, from its trace."""
-    from train.running.programs import partition_train_step
-    from train.running.run import prepare
-
     with contextlib.redirect_stdout(sys.stderr):
         run = prepare(program.train_config())
     traced = trace_function(partition_train_step(run), run.plan.abstract_state, dict(run.batch))
@@ -120,26 +112,25 @@ def record_work(work: Work) -> dict[str, Any]:
         'device_bytes': work.other_bytes,
         'host_bytes': work.host_bytes,
         'kernels': [dataclasses.asdict(kernel) for kernel in work.kernels],
-        'collectives': list(_together(work.collectives)),
+        'collectives': [_entry(c) for c in merge_kinds(work.collectives)],
     }
 
 
-def read_collectives(record: Mapping[str, Any]) -> Iterator[Collective]:
-    """Yields the collectives of a record, each of which stands for equal ones."""
-    for entry in record['collectives']:
-        fields = entry | {'axes': tuple(entry['axes']), 'arrays': tuple(entry['arrays'])}
-        yield Collective(**fields, op_name='', source='')
+def read_collectives(entries: Iterable[Mapping[str, Any]]) -> Iterator[Collective]:
+    """Yields the collectives of a record, each of which stands for several."""
+    for entry in entries:
+        tuples = {name: tuple(entry[name]) for name in ('axes', 'arrays')}
+        yield Collective(**{'op_name': '', 'source': ''} | entry | tuples)
 
 
-def with_copies(collectives: Iterator[Collective], from_copies: int, copies: int) -> Iterator[Any]:
-    """Yields the collectives of a program with another number of copies of the model.
+def with_copies(
+    entries: Iterable[Mapping[str, Any]], from_copies: int, copies: int
+) -> Iterator[Collective]:
+    """Yields the collectives of a record with another number of copies of the model.
 
-    Args:
-      collectives: the collectives of a program whose slices each have a whole copy.
-      from_copies: the number of copies in that program.
-      copies: the number of copies, which the slower network joins by a ring.
+    The slices of the program each have a whole copy; the slower network joins them by a ring.
     """
-    for one in collectives:
+    for one in read_collectives(entries):
         if one.network == 'dcn' and copies != from_copies:
             factor = (1 - 1 / copies) / (1 - 1 / from_copies)
             one = dataclasses.replace(one, group_size=copies, wire_bytes=one.wire_bytes * factor)
@@ -154,37 +145,29 @@ def cycles_by_kind(operations: Iterable[Any]) -> dict[str, int]:
     return dict(cycles.most_common())
 
 
-def _collectives(costs: ProgramCosts) -> Iterator[dict[str, Any]]:
-    """Equal collectives together; the first send the most."""
-    counts: dict[tuple[Any, ...], int] = collections.defaultdict(int)
-    for c in costs.collectives:
-        size = (c.kind, c.network, c.axes, c.group_size, c.asynchronous, c.arrays, c.wire_bytes)
-        counts[size] += c.count
-    for key, count in sorted(counts.items(), key=lambda item: -item[0][-1] * item[1]):
-        *group, arrays, wire_bytes = key
-        yield _entry(group, list(arrays), wire_bytes, count)
-
-
-def _together(collectives: tuple[Collective, ...]) -> Iterator[dict[str, Any]]:
-    """One entry for all exchanges of a kind along the same axes, of their mean size."""
-    groups: dict[tuple[Any, ...], list[Collective]] = collections.defaultdict(list)
-    for c in collectives:
-        groups[c.kind, c.network, c.axes, c.group_size, c.asynchronous].append(c)
-    for group, members in groups.items():
+def merge_kinds(collectives: Iterable[Collective]) -> Iterator[Collective]:
+    """Yields one exchange of the mean size for all of a kind along the same axes."""
+    for members in _group(collectives, _KIND):
         count = sum(c.count for c in members)
-        yield _entry(group, [], sum(c.total_bytes for c in members) / count, count)
+        mean = sum(c.total_bytes for c in members) / count
+        merged = {'wire_bytes': mean, 'count': count, 'arrays': (), 'op_name': '', 'source': ''}
+        yield dataclasses.replace(members[0], **merged)
 
 
-def _entry(group: Sequence[Any], arrays: list[Any], wire_bytes: float, count: int) -> Any:
-    """The entry of equal exchanges of a group: a kind, network, axes, size, and whether hidden."""
-    kind, network, axes, group_size, asynchronous = group
-    return {
-        'kind': kind,
-        'network': network,
-        'axes': list(axes),
-        'group_size': group_size,
-        'asynchronous': asynchronous,
-        'arrays': arrays,
-        'wire_bytes': wire_bytes,
-        'count': count,
-    }
+def _merge_equal(collectives: Iterable[Collective]) -> list[Collective]:
+    """Equal collectives together; the first send the most."""
+    groups = _group(collectives, (*_KIND, 'arrays', 'wire_bytes'))
+    merged = [dataclasses.replace(g[0], count=sum(c.count for c in g)) for g in groups]
+    return sorted(merged, key=lambda c: -c.total_bytes)
+
+
+def _group(collectives: Iterable[Collective], names: Iterable[str]) -> Any:
+    """Groups of collectives that have the same values of some fields."""
+    groups: dict[Any, list[Collective]] = collections.defaultdict(list)
+    for c in collectives:
+        groups[tuple(getattr(c, name) for name in names)].append(c)
+    return groups.values()
+
+
+def _entry(one: Collective) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in (*_KIND, 'arrays', 'wire_bytes', 'count')}

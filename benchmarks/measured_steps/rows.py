@@ -32,16 +32,6 @@ class MeasuredRow:
         return self.settings['id']
 
     @property
-    def group(self) -> str:
-        """Rows of one group measure the same workload, at most with other flags or versions."""
-        return self.settings['group']
-
-    @property
-    def workload(self) -> str:
-        """The class of the workload: 'dense' or 'moe', with '-fp8' or '-quantized'."""
-        return self.settings['class']
-
-    @property
     def chip(self) -> str:
         """The name of the chip in `partitioning.hardware.CHIPS`."""
         return self.settings['hardware']['chip'].lower()

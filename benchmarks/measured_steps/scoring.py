@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
+import scipy.stats
 
 from meshwright.time.constants import FITTED, constants_of
 from partitioning.hardware import CHIPS
@@ -26,8 +27,6 @@ class Forecasted:
     """A measured step and its forecasts.
 
     Attributes:
-      case: the measured step.
-      seconds: the forecast.
       naive: the naive forecast: the model's FLOPs at the median MFU of the fitted rows of the chip.
       fitted: whether the constants were fitted on the row.
     """
@@ -50,14 +49,9 @@ class Forecasted:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """The errors of some forecasts.
+    """The absolute relative errors of some forecasts, and the mean error of the naive ones.
 
-    Attributes:
-      rows: the number of rows.
-      mean: the mean absolute relative error.
-      worst: the largest absolute relative error.
-      naive: the mean absolute relative error of the naive forecast.
-      rank: the rank correlation of forecasts and measurements, or None; see `rank_correlation`.
+    `rank` is the rank correlation of forecasts and measurements; see `rank_correlation`.
     """
 
     rows: int
@@ -84,15 +78,12 @@ def forecast_with(cases: Sequence[Case], constants: Fit) -> list[Forecasted]:
 
 def forecast_families(cases: Sequence[Case], fit: Fitter) -> list[Forecasted]:
     """Forecasts the rows of each family with constants that are fitted on all other families."""
-    found: dict[tuple[str, str], Forecasted] = {}
     _, start = fit(cases, None)
-    for family in sorted({case.family for case in cases}):
-        fitted = [case for case in cases if case.family != family]
-        constants, _ = fit(fitted, start)
-        for case in cases:
-            if case.family == family:
-                found[case.name, case.origin] = _forecast(case, constants, fitted, fitted=False)
-    return [found[case.name, case.origin] for case in cases]
+    fits = {}
+    for family in {case.family for case in cases}:
+        others = [case for case in cases if case.family != family]
+        fits[family] = fit(others, start)[0], others
+    return [_forecast(case, *fits[case.family], fitted=False) for case in cases]
 
 
 def _forecast(case: Case, constants: Fit, rows: Sequence[Case], fitted: bool) -> Forecasted:
@@ -131,14 +122,7 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float |
     """
     if len(first) < 3 or min(len(set(first)), len(set(second))) < 2:
         return None
-    return float(np.corrcoef(_ranks(first), _ranks(second))[0, 1])
-
-
-def _ranks(values: Sequence[float]) -> np.ndarray:
-    array = np.asarray(values)
-    below = (array[None, :] < array[:, None]).sum(axis=1)
-    equal = (array[None, :] == array[:, None]).sum(axis=1)
-    return below + (equal - 1) / 2
+    return float(scipy.stats.spearmanr(first, second).statistic)
 
 
 # The file of fitted constants, which the step-time model reads.
@@ -162,19 +146,12 @@ def write_fit(fit: Fit, cases: Sequence[Case], left_out: Sequence[Forecasted]) -
     compiled = collections.Counter(c.chip for c in fitted if c.origin == 'compiler')
     entries = {}
     for name, constants in fit.constants.items():
-        figures = {
-            field: round_to(getattr(constants, field), 4)
-            for field in constants.__dataclass_fields__
-            if field != 'error'
-        }
+        figures = {k: round_to(value, 4) for k, value in dataclasses.asdict(constants).items()}
         figures['error'] = round_to(_range_of(name, left_out), 2)
-        sources = {
-            field: _source(name, field, compiled if field == 'cycles_factor' else traced)
-            for field in figures
-        }
-        entries[name] = {
-            field: {'value': value, 'source': sources[field]} for field, value in figures.items()
-        }
+        entries[name] = {}
+        for field, value in figures.items():
+            rows = compiled if field == 'cycles_factor' else traced
+            entries[name][field] = {'value': value, 'source': _source(name, field, rows)}
     entries[_SOFTWARE_KEY] = {
         name: {'value': round_to(value, 4), 'source': 'fitted on the rows of this software'}
         for name, value in fit.software.items()
