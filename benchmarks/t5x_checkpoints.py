@@ -95,17 +95,15 @@ def compare_states(folder: Path) -> Iterator[Row]:
 @functools.cache
 def _plan(folder: Path, mesh: tuple[int, int], is_first: bool) -> Any:
     """The layout of the state of a reference model, with the Adafactor of its checkpoint."""
-    reference = Reference.read(folder)
+    reference = Reference(folder)
     facts = reference.facts
     run = facts['train']['default' if is_first else facts['checkpoint_step10_run']]
     settings = dict(run['adafactor'])
     if settings.get('logical_factor_rules') == 'standard':
         settings['logical_factor_rules'] = standard_logical_factor_rules()
-    shapes = facts['model']['init_input_shapes'].items()
-    inputs = {k: np.ones(v, np.int32) for k, v in shapes if k != 'decoder_loss_weights'}
 
     def init(key: jax.Array) -> TrainState:
-        variables = reference.network().init(key, **inputs, deterministic=True)
+        variables = reference.init(key)
         optimizer = Adafactor(**settings).optimizer(lambda step: 0.01)
         return TrainState.create(variables, as_transformation(optimizer, variables))
 

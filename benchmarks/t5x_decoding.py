@@ -13,7 +13,7 @@ import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,18 +25,13 @@ from train.t5x.decoding import as_search, beam_search, temperature_sample
 LIMIT = 1e-4
 
 
-class Comparison(NamedTuple):
-    """One kind of decoding of a checkpoint: wrong rows, rows, greatest difference of scores."""
-
-    kind: str
-    wrong: int
-    rows: int
-    difference: float
+# A kind of decoding of a checkpoint: wrong rows, rows, and the greatest difference of scores.
+Comparison = tuple[str, int, int, float]
 
 
 def compare_model(folder: Path) -> Iterator[Comparison]:
     """Decodes with each checkpoint of a model in each recorded way."""
-    reference = Reference.read(folder)
+    reference = Reference(folder)
     facts, arrays = reference.facts, reference.arrays
     prefix = facts['model'].get('inputs_bidirectional_attention')
     settings = {'bidirectional_prefix': prefix} if reference.is_decoder_only else {}
@@ -52,7 +47,7 @@ def compare_model(folder: Path) -> Iterator[Comparison]:
         tokens, scores = (arrays.get(f'decode/{step}/{kind}/{n}') for n in ('tokens', 'scores'))
         wrong = int(np.any(np.asarray(found.tokens) != tokens, axis=(1, 2)).sum())
         difference = 0.0 if scores is None else float(np.abs(found.scores - scores).max())
-        yield Comparison(f'{step} {kind}', wrong, len(found.tokens), difference)
+        yield f'{step} {kind}', wrong, len(found.tokens), difference
 
 
 def predictor(objective: Any, kind: str, eos2: int | None) -> Any:
@@ -87,12 +82,12 @@ def main() -> int:
     """Prints a line for each kind, and returns 1 if one differs."""
     bad = 0
     for folder in list_models(read_data_flag(__doc__)):
-        for one in compare_model(folder):
-            ok = not one.wrong and one.difference <= LIMIT
+        for kind, wrong, rows, difference in compare_model(folder):
+            ok = not wrong and difference <= LIMIT
             bad += not ok
-            rows = f'{one.rows - one.wrong} of {one.rows} rows equal'
+            equal = f'{rows - wrong} of {rows} rows equal'
             end = '' if ok else '  DIFFERS'
-            print(f'{folder.name:<14} {one.kind:<34} {rows}, scores {one.difference:.1e}{end}')
+            print(f'{folder.name:<14} {kind:<34} {equal}, scores {difference:.1e}{end}')
     print(f'{bad} kinds differ' if bad else 'all kinds are equal')
     return int(bool(bad))
 

@@ -6,7 +6,6 @@ Each has a folder with `model.json`, `data.npz` and checkpoints of both formats.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import json
 from pathlib import Path
@@ -35,20 +34,14 @@ def list_models(data: Path) -> list[Path]:
     return sorted(path.parent for path in data.glob('*/model.json'))
 
 
-@dataclasses.dataclass(frozen=True)
 class Reference:
-    """A model of T5X with its inputs and results."""
+    """A model of T5X with its inputs and results, which are in a folder."""
 
-    folder: Path
-    facts: dict[str, Any]
-    arrays: dict[str, np.ndarray]
-
-    @staticmethod
-    def read(folder: Path) -> Reference:
-        """Reads the folder of a model."""
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.facts: dict[str, Any] = json.loads((folder / 'model.json').read_text())
         with np.load(folder / 'data.npz') as file:
-            arrays = dict(file)
-        return Reference(folder, json.loads((folder / 'model.json').read_text()), arrays)
+            self.arrays: dict[str, np.ndarray] = dict(file)
 
     @property
     def batches(self) -> list[str]:
@@ -80,6 +73,12 @@ class Reference:
         if self.is_decoder_only:
             return module.DecoderWrapper(config=module.TransformerConfig(**settings))
         return module.Transformer(config=module.T5Config(**settings))
+
+    def init(self, key: jax.Array) -> Any:
+        """The variables of the network."""
+        shapes = self.facts['model']['init_input_shapes'].items()
+        inputs = {k: jnp.ones(v, jnp.int32) for k, v in shapes if k != 'decoder_loss_weights'}
+        return self.network().init(key, **inputs, deterministic=True)
 
 
 def parameters(checkpoint: Path) -> dict[str, Any]:
