@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import dataclasses
 import importlib
 import importlib.machinery
 import os
@@ -31,39 +30,49 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-LEAST = 0.01  # the share of exchanged bytes and peak memory that a fault has to add
-FRESH = ('benchmarks.blame_programs', 'train.models', 'train.objectives', 'train.running.steps')
 ENVIRONMENT = {
     'JAX_PLATFORMS': 'cpu',
     'JAX_NUM_CPU_DEVICES': '8',
     # The layout of a program does not depend on how fast its kernels are.
     'XLA_FLAGS': '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true',
 }
+os.environ.update(ENVIRONMENT | os.environ)
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import jax
+from jax.sharding import PartitionSpec
+
+from benchmarks.blame_programs.faults.drawing import draw_faults
+from benchmarks.campaigns import read_results, write_results
+from meshwright import read_costs
+from meshwright.causes import (
+    CompiledFunction,
+    describe_arguments,
+    explain_program,
+    find_change,
+)
+
+LEAST = 0.01  # the share of exchanged bytes and peak memory that a fault has to add
+FRESH = ('benchmarks.blame_programs', 'train.models', 'train.objectives', 'train.running.steps')
 REMOVED = 0.8  # the share of what it added that a confirmed change removes
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What a program exchanges and holds, in bytes per device."""
-
-    exchanged: float
-    peak: int
 
 
 def run_case(program: str, fault: dict[str, Any] | None, known: dict[str, Any] | None) -> Any:
     """Compiles a program with a fault, and judges the explanation."""
-    import jax
-
     function, explanation = explain(program, fault)
-    measured = measure(function.costs)
     found = list_found(explanation)
-    result: dict[str, Any] = {**dataclasses.asdict(measured), 'jax': jax.__version__}
+    result: dict[str, Any] = {
+        'exchanged': sum(c.total_bytes for c in function.costs.collectives),
+        'peak': function.costs.memory.peak,
+        'jax': jax.__version__,
+    }
     if fault is None:
         return {**result, 'found': sorted(collections.Counter(key for key, _, _ in found).items())}
     assert known is not None
-    result['added'] = added = sum_added(measured, known)
-    if added < LEAST * (known['exchanged'] + known['peak']):
+    before = known['exchanged'] + known['peak']
+    result['added'] = added = result['exchanged'] + result['peak'] - before
+    if added < LEAST * before:
         return {**result, 'harmless': True}
     left = collections.Counter(dict(map(tuple, known['found'])))
     new = []
@@ -77,7 +86,7 @@ def run_case(program: str, fault: dict[str, Any] | None, known: dict[str, Any] |
     if not new:
         return {**result, 'first': False, 'right': False, 'confirmed': False}
     result['first'] = is_right(new[0][2], fault)
-    return {**result, **judge(function, [(n, cause) for n, _, cause in new], fault, known, added)}
+    return {**result, **judge(function, [(n, cause) for n, _, cause in new], fault, before, added)}
 
 
 @contextlib.contextmanager
@@ -107,11 +116,6 @@ def edited_source(fault: dict[str, Any] | None) -> Iterator[None]:
 
 def explain(program: str, fault: dict[str, Any] | None) -> Any:
     """Compiles a program, and explains it."""
-    import jax
-
-    from meshwright import read_costs
-    from meshwright.causes import CompiledFunction, describe_arguments, explain_program
-
     jax.clear_caches()
     with edited_source(fault):
         module = importlib.import_module(f'benchmarks.blame_programs.{program}')
@@ -126,8 +130,6 @@ def explain(program: str, fault: dict[str, Any] | None) -> Any:
         partitioner, step, args = module.build(rules)
         mesh, plan_rows = partitioner.mesh, partitioner.resolve(args[0]).rows
     else:
-        from jax.sharding import PartitionSpec
-
         layout = {} if (fault or {}).get('file') else (fault or {}).get('layout', {})
         specs = {
             k: PartitionSpec(*(tuple(a) if isinstance(a, list) else a for a in v))
@@ -163,12 +165,6 @@ def changed(rules: Any, changes: dict[str, Any]) -> list[tuple[str, Any]]:
     ]
 
 
-def measure(costs: Any) -> Measured:
-    """What a program exchanges and holds."""
-    exchanged = sum(c.total_bytes for c in costs.collectives)
-    return Measured(exchanged=exchanged, peak=costs.memory.peak)
-
-
 def list_found(explanation: Any) -> list[tuple[str, float, Any]]:
     """Everything that an explanation is about: a key to compare programs, bytes, and the cause."""
     found: list[tuple[str, float, Any]] = []
@@ -182,24 +178,22 @@ def list_found(explanation: Any) -> list[tuple[str, float, Any]]:
     return found
 
 
-def sum_added(measured: Measured, known: dict[str, Any]) -> float:
-    """The bytes by which a program exceeds the one without a fault."""
-    return measured.exchanged + measured.peak - known['exchanged'] - known['peak']
-
-
 def show(cause: Any) -> dict[str, Any]:
-    source = cause.source.replace(f'{ROOT}/', '')
-    why = cause.why.replace(f'{ROOT}/', '')
     return {
-        'source': source,
+        'source': below_root(cause.source),
         'array': cause.array,
         'names': cause.logical_axes,
         'rule': cause.rule,
-        'why': why,
+        'why': below_root(cause.why),
         'suspect': cause.suspect,
-        'change': cause.change.replace(f'{ROOT}/', ''),
-        'changes': [str(c).replace(f'{ROOT}/', '') for c in cause.all_changes],
+        'change': below_root(cause.change),
+        'changes': [below_root(change) for change in cause.all_changes],
     }
+
+
+def below_root(text: Any) -> str:
+    """A text whose paths begin in the checkout."""
+    return str(text).replace(f'{ROOT}/', '')
 
 
 def is_right(cause: Any, fault: dict[str, Any]) -> bool:
@@ -224,10 +218,9 @@ def is_line_of(source: str, fault: dict[str, Any]) -> bool:
 
 
 def judge(
-    function: Any, found: Any, fault: dict[str, Any], known: dict[str, Any], added: float
+    function: Any, found: Any, fault: dict[str, Any], before: float, added: float
 ) -> dict[str, Any]:
     """What the tool suggests, and how much of what the fault added is left with the change."""
-    from meshwright.causes import find_change
 
     def rewrite(change: Any) -> Any:
         """The author of the program writes what the change says, if it is for the line."""
@@ -237,8 +230,7 @@ def judge(
         return other.traced
 
     def left(tried: Any) -> float:
-        after = Measured(exchanged=tried.exchanged[1], peak=tried.peak[1])
-        return sum_added(after, known) / added
+        return (tried.exchanged[1] + tried.peak[1] - before) / added
 
     best = find_change(function, found, rewrite=rewrite)
     if best is None:
@@ -249,13 +241,11 @@ def judge(
         'confirmed': rest is not None and rest <= 1 - REMOVED,
         'left': rest,
         'answer': show(best.cause),
-        'tried': [[str(t.change).replace(f'{ROOT}/', ''), left(t)] for t in best.tried],
+        'tried': [[below_root(t.change), left(t)] for t in best.tried],
     }
 
 
 def main() -> None:
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -268,9 +258,6 @@ def main() -> None:
 
 def run_campaign(seed: int, count: int, folder: Path) -> None:
     """Runs cases until there are enough that do harm, and prints the table."""
-    from benchmarks.blame_programs.faults.drawing import draw_faults
-    from benchmarks.campaigns import read_results, write_results
-
     path = folder / f'seed_{seed}.json'
     results = read_results(path)
     for fault in draw_faults(seed):
@@ -282,12 +269,8 @@ def run_campaign(seed: int, count: int, folder: Path) -> None:
             results[program] = run_case(program, None, None)
         if key not in results:
             results[key] = {'fault': fault, **attempt(fault, results[program])}
-            print(key, flush=True)
-            print(
-                '   ',
-                {k: results[key].get(k) for k in ('harmless', 'right', 'confirmed', 'error')},
-                flush=True,
-            )
+            shown = {k: results[key].get(k) for k in ('harmless', 'right', 'confirmed', 'error')}
+            print(f'{key}\n   ', shown, flush=True)
         write_results(path, results)
     print(table(results))
 
@@ -303,26 +286,19 @@ def attempt(fault: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """The number of faults of each kind, of right answers and of confirmed changes."""
-    rows: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0, 0, 0, 0])
+    columns = ('cases', 'first', 'right', 'confirmed', 'harmless')
+    rows: dict[str, Any] = collections.defaultdict(collections.Counter)
     for result in results.values():
         if 'fault' in result:
+            counted = {**result, 'cases': not result.get('harmless')}
             for kind in (result['fault']['kind'], 'all'):
-                row = rows[kind]
-                if result.get('harmless'):
-                    row[4] += 1
-                else:
-                    row[0] += 1
-                    row[1] += result.get('first', False)
-                    row[2] += result['right']
-                    row[3] += result['confirmed']
-    lines = [
-        '| fault | cases | first | right | confirmed | harmless |',
-        '|---|---|---|---|---|---|',
-    ]
-    kinds = sorted(rows, key=lambda kind: (kind == 'all', kind))
-    return '\n'.join([*lines, *(f'| {k} | {" | ".join(map(str, rows[k]))} |' for k in kinds)])
+                rows[kind].update({name: counted.get(name, 0) for name in columns})
+    lines = [f'| fault | {" | ".join(columns)} |', '|---|---|---|---|---|---|']
+    for kind in sorted(rows, key=lambda kind: (kind == 'all', kind)):
+        counts = ' | '.join(str(rows[kind][name]) for name in columns)
+        lines.append(f'| {kind} | {counts} |')
+    return '\n'.join(lines)
 
 
 if __name__ == '__main__':
-    sys.path.insert(0, str(ROOT))
     main()

@@ -10,6 +10,7 @@ import jax
 from partitioning import PjitPartitioner, TrainState
 from partitioning.mesh import MeshConfig
 
+# (state, batch) -> (state, loss)
 Step = Callable[[TrainState, Any], tuple[TrainState, Any]]
 
 
@@ -20,15 +21,7 @@ def build_step(
     step: Step,
     batch: Mapping[str, jax.ShapeDtypeStruct],
 ) -> tuple[PjitPartitioner, Any, tuple[Any, Any]]:
-    """Returns the partitioner, the partitioned step, and its arguments.
-
-    Args:
-      mesh: the size of each mesh axis.
-      rules: the logical axis rules.
-      init: makes the state from a random key.
-      step: the function (state, batch) -> (state, loss).
-      batch: the arrays of a batch.
-    """
+    """Returns the partitioner, the partitioned step, and its arguments."""
     partitioner = PjitPartitioner(mesh=MeshConfig(axes=mesh), logical_axis_rules=rules)
     plan = partitioner.plan(init, jax.random.key(0))
     spec = partitioner.data_partition_spec

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from partitioning import PjitPartitioner, TrainState
-from partitioning.mesh import MeshConfig
+from benchmarks.blame_programs.building import build_step
+from partitioning import TrainState
 from train.models.config import TransformerConfig
 from train.models.transformer import Transformer
 from train.objectives.sequences import NextToken
@@ -38,20 +38,16 @@ BATCH, LENGTH = 32, 256
 
 def build(rules):
     """The partitioner, the partitioned step, and its arguments."""
-    partitioner = PjitPartitioner(mesh=MeshConfig(axes=MESH), logical_axis_rules=rules)
     objective, tx = NextToken(model=Transformer(CONFIG)), optax.adamw(1e-3)
     tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
     weights = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.float32)
     batch = {f'decoder_{name}_tokens': tokens for name in ('input', 'target')}
     batch['decoder_loss_weights'] = weights
 
-    def init(key, batch):
-        return TrainState.create(objective.init(key, batch)['params'], tx)
+    def init(key):
+        zeros = {name: jnp.zeros(array.shape, array.dtype) for name, array in batch.items()}
+        return TrainState.create(objective.init(key, zeros)['params'], tx)
 
-    plan = partitioner.plan(init, jax.random.key(0), batch)
-    spec = partitioner.data_partition_spec
+    spec = jax.sharding.PartitionSpec('data')
     step = make_train_step(objective, tx, key=jax.random.key(0), num_microbatches=1, data_spec=spec)
-    partitioned = partitioner.partition(
-        step, (plan.specs, spec), (plan.specs, None), donate_argnums=0
-    )
-    return partitioner, partitioned, (plan.abstract_state, batch)
+    return build_step(MESH, rules, init, step, batch)

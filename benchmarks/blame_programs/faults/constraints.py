@@ -8,7 +8,6 @@ from pathlib import Path
 from benchmarks.blame_programs.faults.fault import (
     FILES,
     ROOT,
-    Constraint,
     Fault,
     constraints_of,
     edit,
@@ -37,20 +36,13 @@ def constraint_faults(number: int) -> Iterator[Fault]:
 def _missing_or_wrong(program: str) -> Iterator[Fault]:
     """Constraints that are missing, or that forget one or all dimensions."""
     for found in constraints_of(program):
-
-        def fault(kind: str, text: str, found: Constraint = found) -> Fault:
-            new = found.line.replace(found.call, text)
-            place = f'{found.line.strip()[:60]} -> {text[-60:]}'
-            return edit(program, FILES[program], kind, place, f'{found.line}\n', f'{new}\n')
-
-        def other(entries: list[str], found: Constraint = found) -> str:
-            return f'{found.function}({found.value}, {found.write(entries)})'
-
-        yield fault('missing constraint', found.value)
-        yield fault('wrong constraint', other(['None'] * len(found.entries)))
+        yield found.replaced('missing constraint', found.call, found.value, 60)
+        whole = ['None'] * len(found.entries)
         forgotten = [e if e not in _ROWS else 'None' for e in found.entries]
-        if forgotten != found.entries and set(forgotten) != {'None'}:
-            yield fault('wrong constraint', other(forgotten))
+        for entries in (whole, forgotten):
+            if entries is whole or forgotten not in (whole, found.entries):
+                text = f'{found.function}({found.value}, {found.write(entries)})'
+                yield found.replaced('wrong constraint', found.call, text, 60)
 
 
 def _forgotten_axes(program: str) -> Iterator[Fault]:
@@ -65,7 +57,7 @@ def _forgotten_axes(program: str) -> Iterator[Fault]:
             ('rows on another dimension', swapped),
         ):
             if new != entries:
-                yield found.relaid(program, kind, new)
+                yield found.relaid(kind, new)
 
 
 def _other_axes(program: str) -> Iterator[Fault]:
@@ -80,7 +72,7 @@ def _other_axes(program: str) -> Iterator[Fault]:
         else:
             kind = 'constraint that also shards the length'
             new[rows + 1] = "'mlp'" if program == 'linen_trainer' else "'model'"
-        yield found.relaid(program, kind, new)
+        yield found.relaid(kind, new)
 
 
 def _other_arrays(program: str) -> Iterator[Fault]:
@@ -93,20 +85,18 @@ def _other_arrays(program: str) -> Iterator[Fault]:
         else:
             continue
         if new != found.entries:
-            yield found.relaid(program, 'constraint of another array', new)
+            yield found.relaid('constraint of another array', new)
 
 
 def _own_other_arrays() -> Iterator[Fault]:
-    for old, new in (
-        ("(q_BLHN, ('batch', 'length', 'heads', 'kv'))", "'kv', 'heads'"),
-        ("(attended_BLHN, ('batch', 'length', 'heads', 'kv'))", "'kv', 'heads'"),
-        ("(hidden_BLF, ('batch', 'length', 'mlp'))", "'embed'"),
+    for old, part, new in (
+        ("(q_BLHN, ('batch', 'length', 'heads', 'kv'))", "'heads', 'kv'", "'kv', 'heads'"),
+        ("(attended_BLHN, ('batch', 'length', 'heads', 'kv'))", "'heads', 'kv'", "'kv', 'heads'"),
+        ("(hidden_BLF, ('batch', 'length', 'mlp'))", "'mlp'", "'embed'"),
     ):
         file, _ = find_line('our_transformer', old)
-        before = "'mlp'" if 'mlp' in old else "'heads', 'kv'"
-        text = old.replace(before, new)
-        kind = 'constraint of another array'
-        yield edit('our_transformer', file, kind, f'{old} -> {new}', old, text)
+        place, text = f'{old} -> {new}', old.replace(part, new)
+        yield edit('our_transformer', file, 'constraint of another array', place, old, text)
 
 
 def _own_missing_or_wrong() -> Iterator[Fault]:
@@ -128,16 +118,13 @@ def other_program_faults(program: str) -> Iterator[Fault]:
     for found in constraints_of(program):
         if text.count(f'{found.line}\n') > 1:
             continue
-        missing = found.line.replace(found.call, found.value)
-        place = f'{found.line.strip()[:60]} -> {found.value[-40:]}'
-        old, new = f'{found.line}\n', f'{missing}\n'
-        yield edit(program, FILES[program], 'missing constraint', place, old, new)
+        yield found.replaced('missing constraint', found.call, found.value, 40)
         for rows in _ROWS:
             if rows in found.entries:
                 forgotten = ['None' if e == rows else e for e in found.entries]
-                yield found.relaid(program, 'wrong constraint', forgotten)
+                yield found.relaid('wrong constraint', forgotten)
         if set(found.entries) - {*_ROWS, "'length'", 'None'}:
-            yield found.relaid(program, 'constraint of nothing', ['None'] * len(found.entries))
+            yield found.relaid('constraint of nothing', ['None'] * len(found.entries))
 
 
 # A constraint; the text without it, where '-' is a blank line; and the text with a wrong one.

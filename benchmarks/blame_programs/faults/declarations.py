@@ -11,12 +11,7 @@ _LINEN = FILES['linen_trainer']
 
 
 def name_faults(program: str, box: str) -> Iterator[Fault]:
-    """Yields parameters whose names are missing or swapped.
-
-    Args:
-      program: the program.
-      box: its function that makes an initializer with names.
-    """
+    """Yields parameters whose names are missing or swapped; `box` makes initializers with names."""
     for line in (ROOT / FILES[program]).read_text().splitlines():
         found = re.search(rf"\b{box}\(('\w+'(?:, '\w+')+)\)", line)
         if not found:

@@ -42,14 +42,9 @@ def layout_fault(
 def edit(
     program: str, file: str, kind: str, place: str, old: str, new: str, *, suggested: bool = False
 ) -> Fault:
-    """Another text for a part of a file.
+    """Another text for a part of a file, which the file has once.
 
-    Args:
-      program, kind, place: what the fault is called.
-      file: the file.
-      old: the part, which the file has once.
-      new: the text in its place.
-      suggested: whether only the author can write the line anew, who would write the old one.
+    `suggested` says that only the author can write the line anew, who would write the old one.
     """
     fault = {'program': program, 'kind': kind, 'place': place, 'file': file}
     fault |= {'old': old, 'new': new}
@@ -69,6 +64,7 @@ class Constraint(NamedTuple):
     """A constraint on the layout of an array, as a line of a program has it.
 
     Attributes:
+      program: the program.
       line: the line.
       call: the function with its arguments.
       function: the name of the function.
@@ -77,6 +73,7 @@ class Constraint(NamedTuple):
       entries: the entries of the layout.
     """
 
+    program: str
     line: str
     call: str
     function: str
@@ -89,12 +86,15 @@ class Constraint(NamedTuple):
         opening = self.names[: self.names.index('(') + 1]
         return f'{opening}{", ".join(entries)})'
 
-    def relaid(self, program: str, kind: str, entries: Sequence[str]) -> Fault:
+    def relaid(self, kind: str, entries: Sequence[str]) -> Fault:
         """The fault that gives the line other entries."""
-        written = self.write(entries)
-        place = f'{self.line.strip()[:60]} -> {written}'
-        new = self.line.replace(self.names, written)
-        return edit(program, FILES[program], kind, place, f'{self.line}\n', f'{new}\n')
+        return self.replaced(kind, self.names, self.write(entries))
+
+    def replaced(self, kind: str, part: str, text: str, shown: int = 100) -> Fault:
+        """The fault that replaces a part of the line; its place shows the end of the new text."""
+        file, place = FILES[self.program], f'{self.line.strip()[:60]} -> {text[-shown:]}'
+        new = self.line.replace(part, text)
+        return edit(self.program, file, kind, place, f'{self.line}\n', f'{new}\n')
 
 
 def constraints_of(program: str) -> Iterator[Constraint]:
@@ -103,4 +103,4 @@ def constraints_of(program: str) -> Iterator[Constraint]:
         found = re.search(r'\b(constrain|lay_out)\((.*), (\(.*?\)|P\(.*?\))\)', line)
         if found and 'import' not in line:
             entries = re.findall(r"'\w+'|None", found[3])
-            yield Constraint(line, found[0], found[1], found[2], found[3], entries)
+            yield Constraint(program, line, found[0], found[1], found[2], found[3], entries)

@@ -103,29 +103,24 @@ def loss_faults(number: int) -> Iterator[Fault]:
     programs = ('linen_trainer', 'plain_trainer')
     if number == 1:
         for program in programs:
-            yield from _lines(program, 'gather in the loss', _LOSSES[program].found, _FOUND)
+            yield from _others(program, 'gather in the loss', _LOSSES[program].found, _FOUND)
     for program in programs:
-        yield from _lines(program, whole, _LOSSES[program].log_z, _LOG_Z[number])
-
-
-def _lines(program: str, kind: str, old: str, forms: Mapping[str, str]) -> Iterator[Fault]:
-    """Other lines for the last line of a text; lines before it become blank."""
-    loss = _LOSSES[program]
-    *before, last, _ = old.split('\n')
-    name = last.partition(' = ')[0]
-    for place, form in forms.items():
-        text = form.format(logits=loss.logits, targets=loss.targets)
-        new = '\n' * len(before) + f'{name} = {text}\n'
-        yield edit(program, FILES[program], kind, place, old, new, suggested=True)
+        yield from _others(program, whole, _LOSSES[program].log_z, _LOG_Z[number])
 
 
 def other_program_losses(program: str) -> Iterator[Fault]:
     """Yields the faults of the loss of one of the programs of set 5."""
     loss = _LOSSES[program]
-    for kind, old, forms in (
-        ('gather in the loss', loss.found, _FOUND_IN_LINE),
-        ('all outputs in the loss', loss.log_z, _LOG_Z_IN_LINE),
-    ):
-        for place, form in forms.items():
-            text = form.format(logits=loss.logits, targets=loss.targets)
-            yield edit(program, FILES[program], kind, place, old, text, suggested=True)
+    yield from _others(program, 'gather in the loss', loss.found, _FOUND_IN_LINE)
+    yield from _others(program, 'all outputs in the loss', loss.log_z, _LOG_Z_IN_LINE)
+
+
+def _others(program: str, kind: str, old: str, forms: Mapping[str, str]) -> Iterator[Fault]:
+    """Other texts for a part of a line, or for the last of several lines; the others get blank."""
+    loss = _LOSSES[program]
+    for place, form in forms.items():
+        new = form.format(logits=loss.logits, targets=loss.targets)
+        if old.endswith('\n'):
+            *before, last, _ = old.split('\n')
+            new = '\n' * len(before) + f'{last.partition(" = ")[0]} = {new}\n'
+        yield edit(program, FILES[program], kind, place, old, new, suggested=True)
