@@ -1,7 +1,8 @@
-"""The results of long campaigns, in a file from which an interrupted campaign continues."""
+"""Calls in processes of their own, and files from which interrupted campaigns continue."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -13,13 +14,9 @@ from typing import Any
 def complete(
     path: Path, names: Iterable[str], measure: Callable[[str], Any], again: bool = False
 ) -> dict[str, Any]:
-    """Returns the result of each name, from a file or measured and added to the file.
+    """Returns the result of each name, from a file of JSON or measured and added to the file.
 
-    Args:
-      path: the file, a JSON object of results by name.
-      names: the names of the results.
-      measure: returns the result of a name, or None if it fails; the name is then left out.
-      again: whether results that the file has are measured again.
+    A name whose result is None is left out. With `again`, everything is measured again.
     """
     names, results = list(names), read_results(path)
     for name in names:
@@ -61,15 +58,48 @@ def append_line(path: Path, result: Mapping[str, Any]) -> None:
         file.write(json.dumps(result) + '\n')
 
 
-def measure_in_new_process(script: str, name: str) -> dict[str, Any] | None:
-    """Runs `script --measure=NAME`, and returns the JSON of the last line that it prints.
+def call_command(function: Callable[..., Any], *arguments: Any) -> list[str]:
+    """Returns the command that calls a function of a script in this folder.
 
-    If the script fails, its last line of errors is printed, and None is returned.
+    Its last line is what the function returns, as JSON, which must also have the arguments.
     """
-    command = [sys.executable, script, f'--measure={name}']
-    done = subprocess.run(command, capture_output=True, text=True)
+    script = Path(function.__code__.co_filename).stem
+    return [sys.executable, __file__, script, function.__name__, json.dumps(arguments)]
+
+
+def measure_in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns what a function returns in a process of its own.
+
+    If it fails, its last line of errors is printed, and None is returned.
+    """
+    done = subprocess.run(call_command(function, *arguments), capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ['no message']
-        print(f'{name} failed: {lines[-1][:400]}', flush=True)
+        print(f'{":".join(map(str, arguments))} failed: {lines[-1][:400]}', flush=True)
         return None
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def reset_peak() -> int:
+    """Forgets the peak memory of this process, and returns its memory now, in bytes."""
+    Path('/proc/self/clear_refs').write_text('5')
+    return _memory('VmRSS')
+
+
+def peak_memory() -> int:
+    """Returns the peak memory of this process since `reset_peak`, in bytes.
+
+    Unlike ru_maxrss, it does not count the memory of the process that started this one.
+    """
+    return _memory('VmHWM')
+
+
+def _memory(field: str) -> int:
+    status = Path('/proc/self/status').read_text()
+    return int(status.partition(f'{field}:')[2].split()[0]) * 1024
+
+
+if __name__ == '__main__':
+    script, name, arguments = sys.argv[1:]
+    function = getattr(importlib.import_module(script), name)
+    print(json.dumps(function(*json.loads(arguments))))

@@ -27,6 +27,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from benchmarks.campaigns import call_command, peak_memory, reset_peak
+from partitioning import TrainState
+from train.checkpoints import CheckpointConfig, open_checkpoints
+
 MIB, GIB = 2**20, 2**30
 NUM_RAW_FILES = 4
 SAVE_MESH = (4, 2)
@@ -60,13 +70,7 @@ def main() -> int:
     parser.add_argument('--rounds', type=int, default=3)
     parser.add_argument('--folder', type=Path, help='a folder on the disk to measure')
     parser.add_argument('--only', default='', help='measures only saves or restores with this name')
-    for name, kind in (('--child', str), ('--port', int), ('--index', int)):
-        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        use_devices(options)
-        print(json.dumps(measure(options.child, options.gib, options.folder)))
-        return 0
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         results = list(run_rounds(options, Path(folder)))
     show(options.gib, results)
@@ -92,15 +96,10 @@ def in_new_process(name: str, gib: float, folder: Path) -> dict[str, float]:
     with socket.socket() as reserved:
         reserved.bind(('127.0.0.1', 0))
         port = reserved.getsockname()[1]
-    command = [sys.executable, __file__, '--child', name, '--gib', str(gib), '--folder']
-    started = [
-        subprocess.Popen(
-            [*command, str(folder), '--port', str(port), '--index', str(index)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(processes)
+    commands = [
+        call_command(measure, name, gib, str(folder), port, index) for index in range(processes)
     ]
+    started = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True) for each in commands]
     results = [json.loads(one.communicate()[0].splitlines()[-1]) for one in started]
     return {field: max(result[field] for result in results) for field in results[0]}
 
@@ -153,34 +152,23 @@ def forget(folder: Path) -> None:
 # One measurement, in a process with virtual devices.
 
 
-def use_devices(options: argparse.Namespace) -> None:
-    """Gives this process its virtual devices, and joins the other processes of a measurement."""
-    import jax
+def measure(name: str, gib: float, folder: str, port: int, index: int) -> dict[str, float]:
+    """Saves or restores once, and returns the seconds and the bytes of it.
 
-    restore = RESTORES.get(options.child, Restore(SAVE_MESH))
-    count = math.prod(restore.mesh) // restore.processes
+    Before that, it joins the other processes of the measurement at a port, with its index.
+    """
+    restore = RESTORES.get(name, Restore(SAVE_MESH))
     jax.config.update('jax_platforms', 'cpu')
-    jax.config.update('jax_num_cpu_devices', count)
+    jax.config.update('jax_num_cpu_devices', math.prod(restore.mesh) // restore.processes)
     if restore.processes > 1:
-        address = f'127.0.0.1:{options.port}'
-        jax.distributed.initialize(address, restore.processes, options.index)
-
-
-def measure(name: str, gib: float, folder: Path) -> dict[str, float]:
-    """Saves or restores once, and returns the seconds and the bytes of it."""
+        jax.distributed.initialize(f'127.0.0.1:{port}', restore.processes, index)
     if name in SAVES:
-        return measure_save(gib, folder, SAVES[name])
-    return measure_restore(gib, folder, RESTORES[name])
+        return measure_save(gib, epath.Path(folder), SAVES[name])
+    return measure_restore(gib, epath.Path(folder), restore)
 
 
 def abstract_state(gib: float, mesh_shape: tuple[int, int], replicated: bool = False) -> Any:
     """A state like Adam's: parameters of 32 MiB and of a few KiB, with two moments each."""
-    import jax
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-
-    from partitioning import TrainState
-
     devices = np.array(jax.devices()[: mesh_shape[0] * mesh_shape[1]]).reshape(mesh_shape)
     mesh = Mesh(devices, ('data', 'model'))
 
@@ -205,9 +193,6 @@ def abstract_state(gib: float, mesh_shape: tuple[int, int], replicated: bool = F
 
 def random_state(abstract: Any) -> Any:
     """Normal numbers for every array. Each array has them in another order."""
-    import jax
-    import numpy as np
-
     numbers = np.random.default_rng(0).standard_normal(2**23 + 2**16, dtype=np.float32)
 
     def make(i: int, struct: jax.ShapeDtypeStruct) -> jax.Array:
@@ -221,16 +206,11 @@ def random_state(abstract: Any) -> Any:
     return jax.tree.unflatten(treedef, [make(i, leaf) for i, leaf in enumerate(leaves)])
 
 
-def measure_save(gib: float, folder: Path, settings: dict[str, Any]) -> dict[str, float]:
+def measure_save(gib: float, folder: epath.Path, settings: dict[str, Any]) -> dict[str, float]:
     """Saves a step. If another step is due while one is in flight, it is asked whether to save."""
-    import jax
-    from etils import epath
-
-    from train.checkpoints import CheckpointConfig, open_checkpoints
-
     state = jax.block_until_ready(random_state(abstract_state(gib, SAVE_MESH)))
     warm_up(folder / f'warm{os.getpid()}', SAVE_MESH)
-    saved = open_checkpoints(CheckpointConfig(period=1, keep=1, **settings), epath.Path(folder))
+    saved = open_checkpoints(CheckpointConfig(period=1, keep=1, **settings), folder)
     touch_memory(round(gib * GIB))
     before = reset_peak()
     start = time.perf_counter()
@@ -243,55 +223,38 @@ def measure_save(gib: float, folder: Path, settings: dict[str, Any]) -> dict[str
     assert saved.latest_step() == 1  # It waits until the step is complete.
     if 'when_busy' not in settings:
         result['seconds'] = time.perf_counter() - start
-    result |= {'peak': peak() - before, 'held': held_bytes(state)}
+    result |= {'peak': peak_memory() - before, 'held': held_bytes(state)}
     saved.close()
     return result
 
 
-def warm_up(folder: Path, mesh_shape: tuple[int, int], replicated: bool = False) -> None:
+def warm_up(folder: epath.Path, mesh_shape: tuple[int, int], replicated: bool = False) -> None:
     """Saves and restores a small state, so that imports and threads are not measured."""
-    import jax
-    from etils import epath
-
-    from train.checkpoints import CheckpointConfig, open_checkpoints
-
     abstract = abstract_state(0, mesh_shape, replicated)
-    small = open_checkpoints(CheckpointConfig(), epath.Path(folder))
+    small = open_checkpoints(CheckpointConfig(), folder)
     small.save(1, random_state(abstract))
     small.close()
-    wait_for_all('saved')
+    multihost_utils.sync_global_devices('saved')
     small.restore(1, abstract)
-    wait_for_all('restored')
+    multihost_utils.sync_global_devices('restored')
     if jax.process_index() == 0:
         shutil.rmtree(folder)
 
 
-def wait_for_all(name: str) -> None:
-    """Waits until all processes are here."""
-    from jax.experimental import multihost_utils
-
-    multihost_utils.sync_global_devices(name)
-
-
-def measure_restore(gib: float, folder: Path, restore: Restore) -> dict[str, float]:
+def measure_restore(gib: float, folder: epath.Path, restore: Restore) -> dict[str, float]:
     """Restores the newest step without the page cache."""
-    import jax
-    from etils import epath
-
-    from train.checkpoints import CheckpointConfig, open_checkpoints
-
     abstract = abstract_state(gib, restore.mesh, restore.replicated)
     warm_up(folder / 'warm', restore.mesh, restore.replicated)
-    saved = open_checkpoints(CheckpointConfig(keep=2), epath.Path(folder))
+    saved = open_checkpoints(CheckpointConfig(keep=2), folder)
     step = saved.latest_step()
     assert step is not None
     saved.preflight(step, abstract).check()
     touch_memory(2 * round(gib * GIB))
-    forget(folder)
+    forget(Path(folder))
     before = reset_peak()
     start = time.perf_counter()
     state = jax.block_until_ready(saved.restore(step, abstract))
-    seconds, highest = time.perf_counter() - start, peak()
+    seconds, highest = time.perf_counter() - start, peak_memory()
     held = held_bytes(state)
     return {'seconds': seconds, 'peak': highest - before - held, 'held': held}
 
@@ -302,32 +265,12 @@ def touch_memory(size: int) -> None:
     Otherwise, the first use of each page takes longer than reading it from the disk, for whoever
     comes first. Plain files and checkpoints are measured after it alike.
     """
-    import numpy as np
-
     np.ones(size, np.uint8)
 
 
 def held_bytes(state: Any) -> int:
     """The size of all shards of a state, in bytes."""
-    import jax
-
     return sum(x.data.nbytes for leaf in jax.tree.leaves(state) for x in leaf.addressable_shards)
-
-
-def reset_peak() -> int:
-    """Forgets the peak memory of this process, and returns its memory now, in bytes."""
-    Path('/proc/self/clear_refs').write_text('5')
-    return _memory('VmRSS')
-
-
-def peak() -> int:
-    """The peak memory of this process since `reset_peak`, in bytes."""
-    return _memory('VmHWM')
-
-
-def _memory(field: str) -> int:
-    [line] = [x for x in Path('/proc/self/status').read_text().split('\n') if x.startswith(field)]
-    return int(line.split()[1]) * 1024
 
 
 def show(gib: float, results: list[dict[str, Any]]) -> None:

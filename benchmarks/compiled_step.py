@@ -17,20 +17,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
+import functools
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from shipped_runs import RUNS, ShippedRun
+os.environ['JAX_PLATFORMS'] = 'cpu'
+
+from shipped_runs import RUNS
 
 from benchmarks.campaigns import complete, measure_in_new_process, parse_names
-
-os.environ['JAX_PLATFORMS'] = 'cpu'
+from meshwright.jaxpr import estimate_memory, lay_out_trace, list_collectives
+from partitioning.hardware import CHIPS
+from partitioning.products.flops import count_jaxpr_flops
+from train.gin.load import find_config, load_config
+from train.planning.precompiling import compile_step
 
 RESULTS = 'build/compiled_step.json'
 
@@ -71,15 +76,9 @@ _ONLY_FORECAST = ('125m', '125m_data_parallel', '125m_tensor', '8b_data_parallel
 ROWS = {name: run for name, run in RUNS.items() if name not in _ONLY_FORECAST}
 
 
-def measure(row: ShippedRun) -> dict[str, Any]:
+def measure(name: str) -> dict[str, Any]:
     """Compiles a row, and returns its figures, with those that are estimated without a compiler."""
-    from meshwright.jaxpr import estimate_memory, lay_out_trace, list_collectives
-    from partitioning.hardware import CHIPS
-    from partitioning.products.flops import count_jaxpr_flops
-    from train.gin.load import find_config, load_config
-    from train.planning.precompiling import compile_step
-
-    started = time.perf_counter()
+    row, started = ROWS[name], time.perf_counter()
     load_config(row.files, row.all_bindings)
     with contextlib.redirect_stdout(sys.stderr):
         config = find_config()
@@ -123,9 +122,11 @@ def measure(row: ShippedRun) -> dict[str, Any]:
     }
 
 
-def collect(names: Sequence[str], path: Path, again: bool) -> dict[str, dict[str, Any]]:
-    """Returns the figures of rows, from the file at `path` or compiled and added to it."""
-    return complete(path, names, lambda name: measure_in_new_process(__file__, name), again)
+def collect(flags: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Returns the figures of the rows that flags choose, from the file or added to it."""
+    names = parse_names(flags.rows, ROWS, 'row')
+    measure_row = functools.partial(measure_in_new_process, measure)
+    return complete(flags.results, names, measure_row, flags.again)
 
 
 def print_table(results: Mapping[str, Mapping[str, Any]]) -> None:
@@ -163,11 +164,6 @@ def _show(figures: Mapping[str, float | None], marks: Mapping[str, float | None]
     return ' / '.join(parts)
 
 
-def parse_rows(text: str | None) -> list[str]:
-    """Returns the names of rows, by default all of them."""
-    return parse_names(text, ROWS, 'row')
-
-
 def make_parser(description: str) -> argparse.ArgumentParser:
     """Returns a parser of the flags that choose rows."""
     parser = argparse.ArgumentParser(description=description)
@@ -180,16 +176,12 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 def main() -> None:
     parser = make_parser(__doc__.splitlines()[0])
     parser.add_argument('--list', action='store_true', help='print the rows and their settings')
-    parser.add_argument('--measure', help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.measure:
-        print(json.dumps(measure(ROWS[arguments.measure])))
-    elif arguments.list:
+    flags = parser.parse_args()
+    if flags.list:
         for row in ROWS.values():
             print(f'{row.name:<25}{" ".join(row.files)}  {"; ".join(row.all_bindings)}')
     else:
-        names = parse_rows(arguments.rows)
-        print_table(collect(names, arguments.results, arguments.again))
+        print_table(collect(flags))
 
 
 if __name__ == '__main__':

@@ -12,7 +12,7 @@ the memory is exceeded.
 from __future__ import annotations
 
 import argparse
-import re
+import json
 import subprocess
 import sys
 import tempfile
@@ -26,6 +26,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from benchmarks.campaigns import call_command, peak_memory
 from train.checkpoints.formats.opening import choose_place, open_checkpoint
 from train.checkpoints.offline.comparing import compare
 from train.checkpoints.offline.converting import plan_conversion, write
@@ -69,15 +70,20 @@ def save_large(path: Path, gib: float) -> int:
     return tree['largest'].nbytes
 
 
-def measure(arguments: list[str]) -> tuple[float, int]:
+def run_command(*arguments: str) -> int:
+    """Runs `meshwright checkpoint` in this process, and returns its peak memory in bytes."""
+    if status := meshwright(['checkpoint', *arguments]):
+        sys.exit(status)
+    return peak_memory()
+
+
+def measure(*arguments: str) -> tuple[float, int]:
     """Runs `meshwright checkpoint` in a new process: the seconds, and its peak memory in bytes."""
     started = time.perf_counter()
-    run = subprocess.run(
-        [sys.executable, __file__, '--run', *arguments], capture_output=True, text=True
-    )
+    run = subprocess.run(call_command(run_command, *arguments), capture_output=True, text=True)
     if run.returncode:
         sys.exit(run.stderr)
-    return time.perf_counter() - started, int(run.stderr.split()[-1])
+    return time.perf_counter() - started, json.loads(run.stdout.splitlines()[-1])
 
 
 def convert_large(folder: Path, gib: float) -> Iterator[tuple[str, float, int, int]]:
@@ -86,19 +92,13 @@ def convert_large(folder: Path, gib: float) -> Iterator[tuple[str, float, int, i
     source = folder / 'source'
     for format in ('meshwright', 't5x', 'safetensors', 'meshwright', 'orbax'):
         to = folder / f'{source.name}_to_{format}'
-        yield f'to {format}', *measure(['convert', str(source), str(to), f'--to={format}']), largest
+        yield f'to {format}', *measure('convert', str(source), str(to), f'--to={format}'), largest
         source = to
-    yield 'diff', *measure(['diff', str(folder / 'source'), str(source)]), largest
-    yield 'inspect', *measure(['inspect', str(folder / 'source')]), largest
+    yield 'diff', *measure('diff', str(folder / 'source'), str(source)), largest
+    yield 'inspect', *measure('inspect', str(folder / 'source')), largest
 
 
 def main() -> None:
-    if '--run' in sys.argv:
-        status = meshwright(['checkpoint', *sys.argv[sys.argv.index('--run') + 1 :]])
-        # Unlike ru_maxrss, this does not count the memory of the process that started this one.
-        [peak] = re.findall(r'VmHWM:\s+(\d+) kB', Path('/proc/self/status').read_text())
-        print(int(peak) * 1024, file=sys.stderr)
-        sys.exit(status)
     parser = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
     parser.add_argument('--data', type=Path, required=True, help='the folder of the references')
     parser.add_argument('--gib', type=float, default=1.0, help='the size of the large checkpoint')

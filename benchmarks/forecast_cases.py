@@ -27,26 +27,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+os.environ['JAX_PLATFORMS'] = 'cpu'
+
 from hand_counts.cases import CASES
 from hand_counts.sizes import Case
 
 from benchmarks.campaigns import complete, measure_in_new_process, parse_names
+from meshwright import forecast
+from meshwright.report.figures import sent_by_label, sum_exchanges
+from train.gin.load import find_config, load_config
+from train.planning.forecasts import plan_step
 
-os.environ['JAX_PLATFORMS'] = 'cpu'
-
+KNOWN = {case.name: case for case in CASES}
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / 'build' / 'forecast_cases.json'
 MOST_SECONDS, MOST_BYTES = 90, 3e9
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(name: str) -> dict[str, Any]:
     """Forecasts a case, and returns its figures and the text of its JSON without times."""
-    from meshwright import forecast
-    from meshwright.report.figures import sent_by_label, sum_exchanges
-    from train.gin.load import find_config, load_config
-    from train.planning.forecasts import plan_step
-
-    load_config(case.files, case.all_bindings)
+    load_config(KNOWN[name].files, KNOWN[name].all_bindings)
     config = find_config()
     planned = plan_step(config)
     made = forecast(config.partitioner, planned.step, *planned.arguments)
@@ -77,10 +77,10 @@ def measure(case: Case) -> dict[str, Any]:
     }
 
 
-def measure_twice(case: Case) -> dict[str, Any] | None:
+def measure_twice(name: str) -> dict[str, Any] | None:
     """Forecasts a case in two processes; returns None if one fails."""
-    first = measure_in_new_process(__file__, case.name)
-    second = first and measure_in_new_process(__file__, case.name)
+    first = measure_in_new_process(measure, name)
+    second = first and measure_in_new_process(measure, name)
     if first is None or second is None:
         return None
     equal = first.pop('json') == second.pop('json')
@@ -140,22 +140,13 @@ def main() -> None:
     parser.add_argument('--results', type=Path, default=RESULTS, help=f'({RESULTS.name})')
     parser.add_argument('--again', action='store_true', help='forecast cases that the file has')
     parser.add_argument('--list', action='store_true', help='print the cases')
-    parser.add_argument('--measure', help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    known = {case.name: case for case in CASES}
-    if arguments.measure:
-        print(json.dumps(measure(known[arguments.measure])))
-        return
-    names = parse_names(arguments.cases, known, 'case')
-    if arguments.list:
+    flags = parser.parse_args()
+    names = parse_names(flags.cases, KNOWN, 'case')
+    if flags.list:
         for name in names:
-            case = known[name]
-            print(f'{name:<20}{case.topology:<12}batch {case.batch}')
-        return
-    results = complete(
-        arguments.results, names, lambda name: measure_twice(known[name]), arguments.again
-    )
-    print_results(results)
+            print(f'{name:<20}{KNOWN[name].topology:<12}batch {KNOWN[name].batch}')
+    else:
+        print_results(complete(flags.results, names, measure_twice, flags.again))
 
 
 if __name__ == '__main__':

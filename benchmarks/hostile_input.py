@@ -30,6 +30,7 @@ import pyarrow.parquet
 from array_record.python import array_record_module
 from tensorboardX.record_writer import masked_crc32c
 
+from benchmarks.campaigns import call_command, peak_memory
 from partitioning import Plan
 from partitioning.amounts import bytes_str
 from train import data
@@ -56,20 +57,22 @@ class Case(NamedTuple):
     write: Callable[[Path], Any]
 
 
-def write_repeated(path: Path, open_: Callable[..., Any], piece: bytes, size: int) -> None:
+def write_repeated(
+    path: Path, open_: Callable[..., Any], piece: bytes = ZEROS, size: int = 2 * GIB
+) -> None:
     """Writes a compressed file that repeats a piece up to a size."""
     with open_(path, 'wb') as file:
         for _ in range(size // len(piece)):
             file.write(piece)
 
 
-def write_zstd(path: Path, piece: bytes, size: int, window_log: int) -> None:
+def write_zstd(path: Path, piece: bytes, window_log: int) -> None:
     """Writes a file of zstandard, for which the reader needs a window of `2**window_log` bytes."""
     zstd = importlib.import_module(
         'compression.zstd' if sys.version_info >= (3, 14) else 'backports.zstd'
     )
     options = {zstd.CompressionParameter.window_log: window_log}
-    write_repeated(path, functools.partial(zstd.open, options=options), piece, size)
+    write_repeated(path, functools.partial(zstd.open, options=options), piece)
 
 
 def write_xz(path: Path) -> None:
@@ -86,7 +89,7 @@ def write_xz(path: Path) -> None:
     path.write_bytes(content)
 
 
-def write_parquet(path: Path, value: bytes, rows: int, dictionary: bool) -> None:
+def write_parquet(path: Path, value: bytes, rows: int, dictionary: bool = True) -> None:
     """Writes a Parquet file whose rows are equal."""
     texts = pyarrow.array([value])
     column: Any = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, 'int32'), texts)
@@ -116,9 +119,9 @@ def write_tf_record(path: Path, length: int) -> None:
             file.write(ZEROS)
 
 
-def write_safetensors(path: Path, header: bytes, length: int) -> None:
-    """Writes a safetensors file whose header claims a length."""
-    path.write_bytes(struct.pack('<Q', length) + header)
+def write_safetensors(path: Path, header: bytes, length: int | None = None) -> None:
+    """Writes a safetensors file whose header claims a length, by default its own."""
+    path.write_bytes(struct.pack('<Q', length or len(header)) + header)
 
 
 LINE = b'{"text": "' + b'a' * (4 * MIB - 13) + b'"}\n'
@@ -128,39 +131,29 @@ DEEP = b'[' * 100_000
 # A header of safetensors with a million arrays without values, in 7 MiB.
 MANY = b'{' + b','.join(b'"%d":{}' % i for i in range(600_000)) + b'}'
 call = functools.partial
+write_gzip = call(write_repeated, open_=gzip.open)
+write_deep = call(Path.write_bytes, data=DEEP)
+write_lines = call(write_zstd, piece=LINE)
 
 CASES = {
-    'gzip': Case(
-        'TextFiles', 'gz', 2 * GIB, call(write_repeated, open_=gzip.open, piece=ZEROS, size=2 * GIB)
-    ),
-    'bzip2': Case(
-        'TextFiles', 'bz2', 2 * GIB, call(write_repeated, open_=bz2.open, piece=ZEROS, size=2 * GIB)
-    ),
-    'zstandard': Case(
-        'TextFiles', 'zst', 2 * GIB, call(write_zstd, piece=ZEROS, size=2 * GIB, window_log=21)
-    ),
+    'gzip': Case('TextFiles', 'gz', 2 * GIB, write_gzip),
+    'bzip2': Case('TextFiles', 'bz2', 2 * GIB, call(write_repeated, open_=bz2.open)),
+    'zstandard': Case('TextFiles', 'zst', 2 * GIB, call(write_zstd, piece=ZEROS, window_log=21)),
     'zstandard, a window of 2 GiB': Case(
-        'JsonLines', 'zst', 2 * GIB, call(write_zstd, piece=LINE, size=2 * GIB, window_log=31)
+        'JsonLines', 'zst', 2 * GIB, call(write_lines, window_log=31)
     ),
-    'zstandard, many lines': Case(
-        'JsonLines', 'zst', 2 * GIB, call(write_zstd, piece=LINE, size=2 * GIB, window_log=28)
-    ),
+    'zstandard, many lines': Case('JsonLines', 'zst', 2 * GIB, call(write_lines, window_log=28)),
     'xz, a window of 1.5 GiB': Case('JsonLines', 'xz', 2 * GIB, write_xz),
     'JSON, a line of 256 MiB': Case(
-        'JsonLines', 'jsonl', 256 * MIB, lambda path: path.write_bytes(LONG_LINE)
+        'JsonLines', 'jsonl', 256 * MIB, call(Path.write_bytes, data=LONG_LINE)
     ),
     'JSON, a million objects': Case(
-        'JsonLines', 'jsonl', 8 * MIB, lambda path: path.write_bytes(OBJECTS)
+        'JsonLines', 'jsonl', 8 * MIB, call(Path.write_bytes, data=OBJECTS)
     ),
-    'JSON, 100,000 deep': Case('JsonLines', 'jsonl', 100_000, lambda path: path.write_bytes(DEEP)),
-    'TSV, a line in gzip': Case(
-        'TsvFiles', 'gz', 2 * GIB, call(write_repeated, open_=gzip.open, piece=ZEROS, size=2 * GIB)
-    ),
+    'JSON, 100,000 deep': Case('JsonLines', 'jsonl', 100_000, write_deep),
+    'TSV, a line in gzip': Case('TsvFiles', 'gz', 2 * GIB, write_gzip),
     'Parquet, a text of 256 MiB': Case(
-        'ParquetFiles',
-        'parquet',
-        256 * MIB * 64,
-        call(write_parquet, value=ZEROS * 256, rows=64, dictionary=True),
+        'ParquetFiles', 'parquet', 256 * MIB * 64, call(write_parquet, value=ZEROS * 256, rows=64)
     ),
     'Parquet, 1,000 rows of 1 MiB': Case(
         'ParquetFiles',
@@ -169,10 +162,7 @@ CASES = {
         call(write_parquet, value=ZEROS, rows=1000, dictionary=False),
     ),
     'Parquet, a million rows of 1 MiB': Case(
-        'ParquetFiles',
-        'parquet',
-        MIB * 1_000_000,
-        call(write_parquet, value=ZEROS, rows=1_000_000, dictionary=True),
+        'ParquetFiles', 'parquet', 10**6 * MIB, call(write_parquet, value=ZEROS, rows=10**6)
     ),
     'ArrayRecord, a group of 1 GiB': Case('ArrayRecords', 'array_record', GIB, write_array_record),
     'TFRecord, a record of 2 GiB': Case(
@@ -185,18 +175,12 @@ CASES = {
         'safetensors', 'safetensors', 2**62, call(write_safetensors, header=b'{}', length=2**62)
     ),
     'safetensors, 100,000 deep': Case(
-        'safetensors',
-        'safetensors',
-        100_000,
-        call(write_safetensors, header=DEEP, length=len(DEEP)),
+        'safetensors', 'safetensors', 100_000, call(write_safetensors, header=DEEP)
     ),
     'safetensors, 600,000 arrays': Case(
-        'safetensors',
-        'safetensors',
-        len(MANY),
-        call(write_safetensors, header=MANY, length=len(MANY)),
+        'safetensors', 'safetensors', len(MANY), call(write_safetensors, header=MANY)
     ),
-    'plan.json, 100,000 deep': Case('plan', 'json', 100_000, lambda path: path.write_bytes(DEEP)),
+    'plan.json, 100,000 deep': Case('plan', 'json', 100_000, write_deep),
 }
 
 
@@ -211,17 +195,11 @@ def read(reader: str, path: Path) -> None:
         data.open_index(source, data.ByteTokenizer(), str(path.parent / 'cache'), lambda *x: None)
 
 
-def peak_memory() -> int:
-    """The peak of the memory of this process, in bytes. Its parent's does not count."""
-    status = Path('/proc/self/status').read_text()
-    return int(status.partition('VmHWM:')[2].split()[0]) * 1024
-
-
-def measure(reader: str, path: Path) -> dict[str, Any]:
+def measure(reader: str, path: str) -> dict[str, Any]:
     """Reads a file in this process; returns the error, and the peak of the memory above before."""
     before, message = peak_memory(), None
     try:
-        read(reader, path)
+        read(reader, Path(path))
     except ValueError as error:
         message = str(error)
     return {'peak': peak_memory() - before, 'message': message}
@@ -230,11 +208,7 @@ def measure(reader: str, path: Path) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
     parser.add_argument('names', nargs='*', metavar='NAME', help='some of the files')
-    parser.add_argument('--read', nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.read:
-        print(json.dumps(measure(options.read[0], Path(options.read[1]))))
-        return 0
     failed = []
     print(f'{"file":<38} {"size":>10} {"becomes":>16} {"peak":>10}  message')
     for name in options.names or CASES:
@@ -243,7 +217,7 @@ def main() -> int:
             path = Path(folder) / f'hostile.{case.ending}'
             case.write(path)
             size = bytes_str(path.stat().st_size)
-            command = [sys.executable, __file__, '--read', case.reader, str(path)]
+            command = call_command(measure, case.reader, str(path))
             ran = subprocess.run(command, capture_output=True, text=True)
             if ran.returncode:
                 found = {'peak': 0, 'message': None, 'end': ran.stderr.strip()[-200:]}

@@ -23,9 +23,27 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from checkpoint import GIB, peak, reset_peak
+import jax
+import ml_dtypes
+import numpy as np
+import optax
 from etils import epath
+from flax.traverse_util import flatten_dict
 
+from benchmarks.campaigns import call_command, peak_memory, reset_peak
+from partitioning import PjitPartitioner, TrainState, standard_logical_axis_rules
+from train.checkpoints import RestoreConfig, find_checkpoint, open_restored
+from train.checkpoints.arrays.stored import StoredArray
+from train.checkpoints.formats.opening import choose_place, open_checkpoint
+from train.checkpoints.huggingface.architectures import model_config
+from train.checkpoints.huggingface.config_json import ConfigJson
+from train.checkpoints.huggingface.folders import load_huggingface_model
+from train.checkpoints.huggingface.writer import plan_model
+from train.checkpoints.offline.converting import plan_conversion, write
+from train.models.parameters import list_parameters
+from train.objectives import NextToken
+
+GIB = 2**30
 NUM_DEVICES = 8
 CONFIG = {
     'model_type': 'llama',
@@ -49,16 +67,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
     parser.add_argument('--layers', type=int, default=8)
     parser.add_argument('--folder', type=Path, help='a folder on the disk to measure')
-    parser.add_argument('--child', help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        print(json.dumps(measure(options.child, options.folder)))
-        return 0
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         write_random_model(Path(folder) / 'model', options.layers)
         print(f'{"":28}  seconds  peak GiB    of what')
         for name in (*LAYOUTS, TO_OURS, TO_THEIRS):
-            command = [sys.executable, __file__, f'--child={name}', f'--folder={folder}']
+            command = call_command(measure, name, folder)
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 print(done.stderr, file=sys.stderr)
@@ -74,16 +88,6 @@ def main() -> int:
 
 def write_random_model(folder: Path, layers: int) -> None:
     """Writes a model whose arrays are all random, so that nothing can be compressed."""
-    import ml_dtypes
-    import numpy as np
-    from flax.traverse_util import flatten_dict
-
-    from train.checkpoints.arrays.stored import StoredArray
-    from train.checkpoints.huggingface.architectures import model_config
-    from train.checkpoints.huggingface.config_json import ConfigJson
-    from train.checkpoints.huggingface.writer import plan_model
-    from train.models.parameters import list_parameters
-
     config = ConfigJson({**CONFIG, 'num_hidden_layers': layers}, 'config.json')
     model = model_config(config, scan_layers=False)
     random, dtype = np.random.default_rng(0), np.dtype(ml_dtypes.bfloat16)
@@ -101,28 +105,20 @@ def write_random_model(folder: Path, layers: int) -> None:
     plan_model(arrays, model=model).write(epath.Path(folder))
 
 
-def measure(name: str, folder: Path) -> dict[str, Any]:
+def measure(name: str, folder: str) -> dict[str, Any]:
     """Does one thing and measures it, in a process of its own."""
     prepare = prepare_restore if name in LAYOUTS else prepare_conversion
-    run, size, what = prepare(name, folder)
+    run, size, what = prepare(name, Path(folder))
     before, start = reset_peak(), time.perf_counter()
     kept = run()
     seconds = time.perf_counter() - start
-    found = {'seconds': seconds, 'peak': peak() - before, 'size': size, 'what': what}
+    found = {'seconds': seconds, 'peak': peak_memory() - before, 'size': size, 'what': what}
     del kept
     return found
 
 
 def prepare_restore(name: str, folder: Path) -> tuple[Callable[[], Any], int, str]:
     """Returns what restores the parameters, and the size of the shards of this process."""
-    import jax
-    import optax
-
-    from partitioning import PjitPartitioner, TrainState, standard_logical_axis_rules
-    from train.checkpoints import RestoreConfig, find_checkpoint, open_restored
-    from train.checkpoints.huggingface.folders import load_huggingface_model
-    from train.objectives import NextToken
-
     jax.config.update('jax_platforms', 'cpu')
     jax.config.update('jax_num_cpu_devices', NUM_DEVICES)
     objective = NextToken(model=load_huggingface_model(str(folder / 'model')))
@@ -149,9 +145,6 @@ def prepare_restore(name: str, folder: Path) -> tuple[Callable[[], Any], int, st
 
 def prepare_conversion(name: str, folder: Path) -> tuple[Callable[[], Any], int, str]:
     """Returns what converts the model or the checkpoint, and the size of the largest array."""
-    from train.checkpoints.formats.opening import choose_place, open_checkpoint
-    from train.checkpoints.offline.converting import plan_conversion, write
-
     names = ('model', 'ours') if name == TO_OURS else ('ours', 'theirs')
     source, target = (epath.Path(folder / each) for each in names)
     conversion = plan_conversion(

@@ -21,7 +21,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from compiled_step import collect, make_parser, parse_rows
+from compiled_step import collect, make_parser
 
 from partitioning.hardware import CHIPS
 
@@ -63,8 +63,7 @@ def _at(one: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    arguments = make_parser(__doc__.splitlines()[0]).parse_args()
-    results = collect(parse_rows(arguments.rows), arguments.results, arguments.again)
+    results = collect(make_parser(__doc__.splitlines()[0]).parse_args())
     for name, found in results.items():
         print('\n'.join(describe(name, found)))
 

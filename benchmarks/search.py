@@ -14,10 +14,8 @@ Usage:
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import functools
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -25,9 +23,25 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.campaigns import measure_in_new_process, read_results, write_results
-
 os.environ['JAX_PLATFORMS'] = 'cpu'
+
+import jax
+
+from benchmarks.campaigns import measure_in_new_process, read_results, write_results
+from benchmarks.measured_steps.records import cycles_by_kind, merge_kinds, read_collectives
+from meshwright import read_costs
+from meshwright.time import KernelWork, Work, estimate_step_time, read_work
+from partitioning.hardware import CHIPS
+from train.config import TrainConfig
+from train.errors import first_line
+from train.gin.load import find_config, load_config
+from train.planning.candidates import Candidate, change_run, sizes_of
+from train.planning.forecasts import PlannedStep, plan_step, predict_step
+from train.planning.machines import Machine, parse_machine, stand_in
+from train.planning.presets import Layout
+from train.planning.searching import Outcome, Prediction, search
+from train.planning.space import Choices, Space, list_space
+from train.planning.tables import draw_search, summary_lines
 
 RESULTS = 'benchmarks/search_results.json'
 _WINDOWED = (('xla_jf_spmd_threshold_for_windowed_einsum_mib', None),)
@@ -39,20 +53,16 @@ class Case:
     """A run, a machine and a space.
 
     Attributes:
-      name: its name.
-      topology: the described machine.
       batch: the number of sequences of a step, of 2,048 tokens.
-      layouts: the presets with their sizes, as 'NAME SIZE'.
-      num_microbatches, windowed: the values of these settings.
+      layouts, num_microbatches, compiler_options: the values of these settings.
     """
 
     name: str
     topology: str
     batch: int
-    layouts: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+    layouts: tuple[Layout, ...]
     num_microbatches: tuple[int, ...] = (1,)
-    windowed: tuple[bool, ...] = (False,)
-    remats: tuple[str, ...] = ('full', 'dots', 'none')
+    compiler_options: tuple[Any, ...] = ((),)
 
     @property
     def files(self) -> list[str]:
@@ -65,17 +75,16 @@ class Case:
         return ["TEXT = 'no-data-is-read'", f'BATCH_SIZE = {self.batch}']
 
 
-_FSDP: tuple[str, tuple[tuple[str, int], ...]] = ('fsdp', ())
 CASES = (
     Case(
         name='1b',
         topology='v5e:4x4',
         batch=64,
         layouts=(
-            _FSDP,
-            ('fsdp_tensor', (('NUM_PARTITIONS', 2),)),
-            ('three_d', (('FSDP_PARTITIONS', 4), ('NUM_PARTITIONS', 1))),
-            ('zero', ()),
+            Layout('fsdp'),
+            Layout('fsdp_tensor', (('NUM_PARTITIONS', 2),)),
+            Layout('three_d', (('FSDP_PARTITIONS', 4), ('NUM_PARTITIONS', 1))),
+            Layout('zero'),
         ),
         num_microbatches=(1, 2),
     ),
@@ -84,63 +93,51 @@ CASES = (
         topology='v5p:4x4x4',
         batch=128,
         layouts=(
-            _FSDP,
-            ('fsdp_tensor', (('NUM_PARTITIONS', 2),)),
-            ('fsdp_tensor', (('NUM_PARTITIONS', 4),)),
-            ('three_d', (('FSDP_PARTITIONS', 16), ('NUM_PARTITIONS', 1))),
+            Layout('fsdp'),
+            Layout('fsdp_tensor', (('NUM_PARTITIONS', 2),)),
+            Layout('fsdp_tensor', (('NUM_PARTITIONS', 4),)),
+            Layout('three_d', (('FSDP_PARTITIONS', 16), ('NUM_PARTITIONS', 1))),
         ),
-        windowed=(False, True),
+        compiler_options=((), _WINDOWED),
     ),
 )
+KNOWN = {case.name: case for case in CASES}
 
 
-def space_of(case: Case) -> Any:
+def space_of(case: Case) -> Space:
     """Returns the space of a case."""
-    from train.planning.candidates import sizes_of
-    from train.planning.presets import Layout
-    from train.planning.space import Choices, list_space
-
     choices = Choices(
-        layouts=[Layout(preset, sizes) for preset, sizes in case.layouts],
+        layouts=case.layouts,
         num_microbatches=case.num_microbatches,
-        remats=case.remats,  # type: ignore[arg-type]
+        remats=('full', 'dots', 'none'),
         output_chunks=(None,),
-        compiler_options=[_WINDOWED if windowed else () for windowed in case.windowed],
+        compiler_options=case.compiler_options,
     )
     config, machine = read(case)
     return list_space(sizes_of(config, machine.num_devices), choices)
 
 
 @functools.cache
-def read(case: Case) -> tuple[Any, Any]:
+def read(case: Case) -> tuple[TrainConfig, Machine]:
     """Returns the settings of the run of a case, and its machine."""
-    from train.gin.load import find_config, load_config
-    from train.planning.machines import parse_machine, stand_in
-
     machine = parse_machine(case.topology)
     load_config(case.files, case.bindings)
     with stand_in(machine):
         return find_config(), machine
 
 
-def plan(case: Case, candidate: Any) -> Any:
+def plan(case: Case, candidate: Candidate) -> PlannedStep:
     """Lays out the train step of a candidate."""
-    from train.planning.candidates import change_run
-    from train.planning.forecasts import plan_step
-
     config, machine = read(case)
     return plan_step(change_run(config, candidate, machine))
 
 
-def measure(case: Case, number: int) -> dict[str, Any]:
-    """Compiles a candidate, and returns what the compiler says about it."""
-    import jax
+def measure(name: str, number: int) -> dict[str, Any]:
+    """Compiles a candidate of a case, and returns what the compiler says about it.
 
-    from benchmarks.measured_steps.records import cycles_by_kind
-    from meshwright import read_costs
-    from meshwright.time import read_work
-    from train.errors import first_line
-
+    For short files, all exchanges of a kind over the same axes are one.
+    """
+    case = KNOWN[name]
     candidate = space_of(case).candidates[number]
     step, arguments = (planned := plan(case, candidate)).step, planned.arguments
     mesh = planned.run.config.partitioner.mesh
@@ -152,52 +149,27 @@ def measure(case: Case, number: int) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError as error:  # too little memory, or a fault of the compiler
         return found | {'error': first_line(error), 'seconds': time.monotonic() - started}
     costs = read_costs(compiled, mesh)
+    work = read_work(costs, jaxpr, mesh.size)
+    work = dataclasses.replace(work, collectives=tuple(merge_kinds(work.collectives)))
     return found | {
         'peak': costs.memory.peak,
         'arguments': costs.memory.arguments,
         'cycles_by_kind': cycles_by_kind(costs.operations),
-        'work': dataclasses.asdict(shorten(read_work(costs, jaxpr, mesh.size))),
+        'work': dataclasses.asdict(work),
         'seconds': time.monotonic() - started,
         'versions': {name: metadata.version(name) for name in ('jax', 'libtpu')},
     }
 
 
-def shorten(work: Any) -> Any:
-    """Returns the work with one exchange for all of a kind over the same axes, for short files."""
-    groups: dict[Any, list[Any]] = collections.defaultdict(list)
-    for one in work.collectives:
-        key = (one.kind, one.network, one.axes, one.group_size, one.asynchronous)
-        groups[key].append(one)
-    merged = []
-    for together in groups.values():
-        count = sum(one.count for one in together)
-        size = sum(one.total_bytes for one in together) / count
-        merged.append(
-            dataclasses.replace(
-                together[0], count=count, wire_bytes=size, arrays=(), op_name='', source=''
-            )
-        )
-    return dataclasses.replace(work, collectives=tuple(merged))
-
-
-def read_stored_work(stored: Mapping[str, Any]) -> Any:
-    """Returns the `Work` of a result."""
-    from meshwright.program.collectives import Collective
-    from meshwright.time import KernelWork, Work
-
+def read_stored_work(stored: Mapping[str, Any]) -> Work:
+    """Returns the work of a result."""
     kernels = tuple(KernelWork(**kernel) for kernel in stored['kernels'])
-    collectives = tuple(
-        Collective(**one | {name: tuple(one[name]) for name in ('axes', 'arrays')})
-        for one in stored['collectives']
-    )
+    collectives = tuple(read_collectives(stored['collectives']))
     return Work(**stored | {'kernels': kernels, 'collectives': collectives})
 
 
-def outcome_of(stored: Mapping[str, Any], mesh: Any, limit: int) -> Any:
+def outcome_of(stored: Mapping[str, Any], mesh: Any, limit: int) -> Outcome:
     """Returns what a search is told about a candidate: the step time by today's model."""
-    from meshwright.time import estimate_step_time
-    from train.planning.searching import Outcome
-
     if 'error' in stored:
         return Outcome(fits=False, compile_seconds=stored['seconds'], error=stored['error'])
     step = estimate_step_time(read_stored_work(stored['work']), mesh)
@@ -219,7 +191,7 @@ def compile_all(case: Case, path: Path, results: dict[str, dict[str, Any]]) -> N
     for number, candidate in enumerate(candidates):
         if str(candidate) in own:
             continue
-        stored = measure_in_new_process(__file__, f'{case.name}:{number}')
+        stored = measure_in_new_process(measure, case.name, number)
         if stored is None:
             continue
         own[stored.pop('candidate')] = stored
@@ -229,25 +201,14 @@ def compile_all(case: Case, path: Path, results: dict[str, dict[str, Any]]) -> N
 
 def search_case(case: Case, stored: Mapping[str, Any], pictures: Path | None) -> None:
     """Searches the space of a case, and prints the winner next to the best of all candidates."""
-
-    from partitioning.hardware import CHIPS
-    from train.planning.forecasts import predict_step
-    from train.planning.searching import Prediction, search
-    from train.planning.tables import draw_search, summary_lines
-
     space = space_of(case)
     limit = CHIPS[case.topology.partition(':')[0]].hbm_bytes_per_device
-    planned: dict[Any, Any] = {}
-    predictions: dict[Any, Prediction] = {}
     started = time.monotonic()
-    for candidate in space.candidates:
-        if candidate.program not in planned:
-            planned[candidate.program] = plan(case, candidate.program)
-            predictions[candidate.program] = predict_step(planned[candidate.program])
+    planned = {program: plan(case, program) for program in {c.program for c in space.candidates}}
+    predictions = {program: predict_step(step) for program, step in planned.items()}
     predicting = time.monotonic() - started
-    meshes = {c: planned[c.program].run.config.partitioner.mesh for c in space.candidates}
     outcomes = {
-        c: outcome_of(stored[str(c)], meshes[c], limit)
+        c: outcome_of(stored[str(c)], planned[c.program].run.config.partitioner.mesh, limit)
         for c in space.candidates
         if str(c) in stored
     }
@@ -277,7 +238,10 @@ def search_case(case: Case, stored: Mapping[str, Any], pictures: Path | None) ->
 
 
 def print_all(
-    case: Case, candidates: Sequence[Any], outcomes: Mapping[Any, Any], predictions: Any
+    case: Case,
+    candidates: Sequence[Candidate],
+    outcomes: Mapping[Candidate, Outcome],
+    predictions: Mapping[Candidate, Prediction],
 ) -> None:
     """Prints what the compiler and the formulas say about each candidate."""
     print(f'{case.name:<52}{"step":>9}{"GiB":>8}{"formulas":>10}{"GiB":>8}{"bound":>9}{"took":>7}')
@@ -296,24 +260,18 @@ def print_all(
 
 
 def main() -> None:
-    known = {case.name: case for case in CASES}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--cases', default=','.join(known), help='(all)')
+    parser.add_argument('--cases', default=','.join(KNOWN), help='(all)')
     parser.add_argument('--results', type=Path, default=Path(RESULTS), help=f'({RESULTS})')
     parser.add_argument('--pictures', type=Path, help='the folder for pictures of the searches')
     parser.add_argument('--no_compile', action='store_true', help='only what the file has')
-    parser.add_argument('--measure', help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.measure:
-        name, _, number = arguments.measure.partition(':')
-        print(json.dumps(measure(known[name], int(number))))
-        return
     path = arguments.results
     results = read_results(path)
     for name in arguments.cases.split(','):
         if not arguments.no_compile:
-            compile_all(known[name], path, results)
-        search_case(known[name], results.get(name, {}), arguments.pictures)
+            compile_all(KNOWN[name], path, results)
+        search_case(KNOWN[name], results.get(name, {}), arguments.pictures)
 
 
 if __name__ == '__main__':

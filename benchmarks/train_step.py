@@ -15,22 +15,32 @@ Usage:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
+
+import jax
+
+jax.config.update('jax_num_cpu_devices', 8)
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from plain_transformer import Sizes, compute_logits, init_params, make_step
+
+from benchmarks.campaigns import call_command
 
 WARM_UP, LOG_EVERY, NUM_ROWS = 20, 10, 4096
 
 
 def choose_sizes() -> tuple[Any, int, int]:
     """Returns the sizes of the model, the rows per step and their length, for this machine."""
-    import jax
-    from plain_transformer import Sizes
-
     if jax.default_backend() == 'cpu':
         layers = {'num_layers': 4, 'embed_dim': 128, 'num_heads': 4, 'mlp_dim': 384}
         return Sizes(vocab_size=384, **layers, dtype='float32'), 16, 128
@@ -41,13 +51,11 @@ def choose_sizes() -> tuple[Any, int, int]:
 class Clock:
     """Notes when the first step ends, and how long the steps after the warm-up take."""
 
-    def __init__(self, started: float, steps: int):
-        self._started, self._steps = started, steps
+    def __init__(self, steps: int, started: float):
+        self._steps, self._started = steps, started
         self.results: dict[str, float] = {}
 
     def tick(self, step: int, value) -> None:
-        import jax
-
         if step in (1, WARM_UP, WARM_UP + self._steps):
             jax.block_until_ready(value)
         if step == 1:
@@ -60,8 +68,6 @@ class Clock:
 
 
 def make_rows(vocab_size: int, length: int) -> dict[str, Any]:
-    import numpy as np
-
     shape = (NUM_ROWS, length + 1)
     tokens = np.random.default_rng(0).integers(0, vocab_size, shape, dtype=np.int32)
     return {
@@ -71,55 +77,41 @@ def make_rows(vocab_size: int, length: int) -> dict[str, Any]:
     }
 
 
-def run_trainer(clock: Clock, steps: int, directory: str) -> None:
-    import jax
-
-    jax.config.update('jax_num_cpu_devices', 8)
-    import optax
-
+def run_trainer(steps: int, started: float) -> dict[str, float]:
+    """Trains with the trainer, and returns the results of the clock."""
     from partitioning import PjitPartitioner
     from train import NextToken, TrainConfig, train
     from train.checkpoints import CheckpointConfig
     from train.data import Examples
     from train.models.transformer import Transformer, TransformerConfig
 
+    clock = Clock(steps, started)
     sizes, batch_size, length = choose_sizes()
     config = TransformerConfig(
-        vocab_size=sizes.vocab_size,
-        num_layers=sizes.num_layers,
-        embed_dim=sizes.embed_dim,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_heads,
-        head_dim=sizes.head_dim,
-        mlp_dim=sizes.mlp_dim,
-        dtype=sizes.dtype,
+        **dataclasses.asdict(sizes), num_kv_heads=sizes.num_heads, head_dim=sizes.head_dim
     )
-    train(
-        TrainConfig(
-            model_dir=directory,
-            objective=NextToken(model=Transformer(config)),
-            partitioner=PjitPartitioner(layout='data_parallel'),
-            optimizer=optax.adamw(1e-3),
-            task=Examples(training=make_rows(sizes.vocab_size, length)),
-            total_steps=WARM_UP + steps,
-            batch_size=batch_size,
-            checkpoints=CheckpointConfig(period=0),
-            log_every=LOG_EVERY,
-            compilation_cache=None,  # both loops compile
-            hooks=[lambda state, step, metrics: clock.tick(step, metrics)],
+    with tempfile.TemporaryDirectory() as directory:
+        train(
+            TrainConfig(
+                model_dir=directory,
+                objective=NextToken(model=Transformer(config)),
+                partitioner=PjitPartitioner(layout='data_parallel'),
+                optimizer=optax.adamw(1e-3),
+                task=Examples(training=make_rows(sizes.vocab_size, length)),
+                total_steps=WARM_UP + steps,
+                batch_size=batch_size,
+                checkpoints=CheckpointConfig(period=0),
+                log_every=LOG_EVERY,
+                compilation_cache=None,  # both loops compile
+                hooks=[lambda state, step, metrics: clock.tick(step, metrics)],
+            )
         )
-    )
+    return clock.results
 
 
-def run_plain(clock: Clock, steps: int) -> None:
-    import jax
-
-    jax.config.update('jax_num_cpu_devices', 8)
-    import numpy as np
-    import optax
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-    from plain_transformer import init_params, make_step
-
+def run_plain(steps: int, started: float) -> dict[str, float]:
+    """Trains with a loop by hand, and returns the results of the clock."""
+    clock = Clock(steps, started)
     sizes, batch_size, length = choose_sizes()
     mesh = Mesh(jax.devices(), ('data',))
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -145,16 +137,11 @@ def run_plain(clock: Clock, steps: int) -> None:
         if step % LOG_EVERY == 0:
             print(step, *map(float, metrics))
         clock.tick(step, metrics)
+    return clock.results
 
 
 def describe_work() -> dict[str, float | None]:
     """Returns the tokens of a step, and its FLOPs as a share of a second at the peak, or None."""
-    import jax
-
-    jax.config.update('jax_num_cpu_devices', 8)
-    import jax.numpy as jnp
-    from plain_transformer import compute_logits, init_params
-
     from partitioning.products.flops import count_flops
     from train.reporting.meter import peak_flops
 
@@ -168,22 +155,21 @@ def describe_work() -> dict[str, float | None]:
     return {'tokens': batch_size * length, 'seconds_at_peak': 3 * forward / peak if peak else None}
 
 
-def measure(role: str, steps: int) -> dict[str, float]:
-    """Runs one loop in a new process, and returns its results."""
-    command = [sys.executable, __file__, f'--role={role}', f'--steps={steps}']
-    output = subprocess.run(
-        [*command, f'--started={time.time()}'], check=True, stdout=subprocess.PIPE, text=True
-    ).stdout
+def measure(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+    """Calls a function in a new process, and returns its results."""
+    command = call_command(function, *arguments)
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])
 
 
 def compare(repetitions: int, steps: int) -> None:
     """Lets the loops take turns, and prints the ratios of their medians."""
-    work = measure('work', steps)
-    results: dict[str, list[dict[str, float]]] = {'trainer': [], 'plain': []}
+    work = measure(describe_work)
+    loops = {'trainer': run_trainer, 'plain': run_plain}
+    results: dict[str, list[dict[str, float]]] = {role: [] for role in loops}
     for repetition in range(repetitions):
-        for role in sorted(results, reverse=bool(repetition % 2)):
-            results[role].append(measure(role, steps))
+        for role in sorted(loops, reverse=bool(repetition % 2)):
+            results[role].append(measure(loops[role], steps, time.time()))
 
     def median(role: str, name: str) -> float:
         return statistics.median(result[name] for result in results[role])
@@ -205,22 +191,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--repetitions', type=int, default=5)
     parser.add_argument('--steps', type=int, default=100)
-    parser.add_argument('--role', choices=('trainer', 'plain', 'work'), help=argparse.SUPPRESS)
-    parser.add_argument('--started', type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.role is None:
-        compare(arguments.repetitions, arguments.steps)
-        return
-    if arguments.role == 'work':
-        print(json.dumps(describe_work()))
-        return
-    clock = Clock(arguments.started, arguments.steps)
-    if arguments.role == 'plain':
-        run_plain(clock, arguments.steps)
-    else:
-        with tempfile.TemporaryDirectory() as directory:
-            run_trainer(clock, arguments.steps, directory)
-    print(json.dumps(clock.results))
+    compare(arguments.repetitions, arguments.steps)
 
 
 if __name__ == '__main__':
