@@ -10,6 +10,23 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+# The settings of a run that campaigns disturb; it trains on the files texts/*.txt of its folder.
+TINY_RUN = """
+include 'configs/runs/base.gin'
+include 'configs/models/tiny.gin'
+include 'configs/partitioning/two_d.gin'
+
+BATCH_SIZE = 8
+SEQUENCE_LENGTH = 32
+LEARNING_RATE = 0.001
+TransformerConfig.num_layers = 1
+TransformerConfig.embed_dim = 64
+TrainConfig.task = @CausalLM()
+CausalLM.source = @TextFiles()
+TextFiles.pattern = 'texts/*.txt'
+HeldOut.limit = 8192
+"""
+
 
 def complete(
     path: Path, names: Iterable[str], measure: Callable[[str], Any], again: bool = False

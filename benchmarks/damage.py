@@ -17,7 +17,7 @@ import dataclasses
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +76,7 @@ class Lines(RunConsole):
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A run with two saved steps.
-
-    Attributes:
-      run: the run.
-      states: its arrays after each step, by the step.
-    """
+    """A run with two saved steps, and its arrays after each of them."""
 
     run: Run
     states: Mapping[int, list[np.ndarray]]
@@ -120,36 +115,24 @@ def save_two_steps(folder: Path) -> Saved:
         return Saved(prepare(config), states)
 
 
-# Damages: what is left of the content of a file, or None if the file is removed.
-Damage = Callable[[bytes], bytes | None]
-
-
-def flip(bit: int) -> Damage:
-    """Flips one bit."""
-
-    def damage(content: bytes) -> bytes:
-        changed = bytearray(content)
-        changed[bit // 8] ^= 1 << bit % 8
-        return bytes(changed)
-
-    return damage
-
-
-def damages_of(content: bytes, bits: int, rng: np.random.Generator) -> Iterator[tuple[str, Damage]]:
-    """Every damage of a file, with its kind."""
+def damages_of(
+    content: bytes, bits: int, rng: np.random.Generator
+) -> Iterator[tuple[str, bytes | None]]:
+    """Every kind of damage of a file, with what is left of it: None if it is removed."""
     if content:
-        yield 'truncated', lambda content: content[: len(content) // 2]
-        yield 'emptied', lambda content: b''
+        yield 'truncated', content[: len(content) // 2]
+        yield 'emptied', b''
         for bit in rng.choice(8 * len(content), min(bits, 8 * len(content)), replace=False):
-            yield 'a bit flipped', flip(int(bit))
-    yield 'removed', lambda content: None
+            changed = bytearray(content)
+            changed[bit // 8] ^= 1 << int(bit) % 8
+            yield 'a bit flipped', bytes(changed)
+    yield 'removed', None
 
 
 @contextlib.contextmanager
-def damaged(path: Path, damage: Damage) -> Iterator[None]:
-    """Damages a file while the context is open."""
+def damaged(path: Path, left: bytes | None) -> Iterator[None]:
+    """Leaves only this of a file while the context is open."""
     content = path.read_bytes()
-    left = damage(content)
     try:
         path.unlink() if left is None else path.write_bytes(left)
         yield
@@ -158,12 +141,7 @@ def damaged(path: Path, damage: Damage) -> Iterator[None]:
 
 
 def outcome(saved: Saved, file: str) -> str:
-    """Starts the run again, and returns one of `OUTCOMES`.
-
-    Args:
-      saved: the run, of whose step 2 a file is damaged.
-      file: the path of the file below the folder of the step.
-    """
+    """Starts a run again, of whose step 2 a file is damaged, and returns one of `OUTCOMES`."""
     console = Lines()
     run = dataclasses.replace(saved.run, console=console)
     try:
@@ -215,10 +193,10 @@ def run_campaign(saved: Saved, bits: int, folder: Path) -> collections.Counter[t
         content = (saved.newest / file).read_bytes()
         # The bits depend on the file only, so a continued campaign flips the same ones.
         rng = np.random.default_rng(list(str(file).encode()))
-        for number, (kind, damage) in enumerate(damages_of(content, bits, rng)):
+        for number, (kind, left) in enumerate(damages_of(content, bits, rng)):
             if (str(file), number) in known:
                 continue
-            with damaged(saved.newest / file, damage):
+            with damaged(saved.newest / file, left):
                 found = outcome(saved, str(file))
             done.append({'file': str(file), 'number': number, 'kind': kind, 'outcome': found})
             append_line(results, done[-1])

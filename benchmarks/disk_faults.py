@@ -27,6 +27,7 @@ from pathlib import Path
 
 from etils import epath
 
+from benchmarks.campaigns import TINY_RUN, parse_names
 from train.checkpoints.steps.finding import complete_steps, examine
 from train.checkpoints.steps.verifying import verify
 
@@ -34,26 +35,13 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMIT_SECONDS = 600.0  # Far longer than a run takes; it only ends runs that hang.
 # What is not a line of a run that is well.
 TROUBLE = re.compile(r'cannot|Traceback|error|exception|warning|^  File', re.IGNORECASE)
-CONFIG = f"""
-include '{ROOT}/configs/runs/base.gin'
-include '{ROOT}/configs/models/tiny.gin'
-include '{ROOT}/configs/partitioning/two_d.gin'
-
+CONFIG = f"""{TINY_RUN}
 TRAIN_STEPS = 1000
-BATCH_SIZE = 8
-SEQUENCE_LENGTH = 32
-LEARNING_RATE = 0.001
 EVAL_PERIOD = 0
 CHECKPOINT_PERIOD = 20
 CheckpointConfig.when_busy = 'wait'
-TransformerConfig.num_layers = 1
-TransformerConfig.embed_dim = 64
-TrainConfig.task = @CausalLM()
-CausalLM.source = @TextFiles()
-TextFiles.pattern = 'texts/*.txt'
 TextFiles.holdout_percent = 20.0
 TrainConfig.log_every = 5
-HeldOut.limit = 8192
 """
 
 
@@ -62,12 +50,10 @@ class Case:
     """A fault of the disk.
 
     Attributes:
-      name: its name.
       expected: the exit code that the documentation promises.
       before: does something to the disk before the start.
       during: does something to the disk after the first checkpoint.
       disk: the size of the file system.
-      bindings: gin bindings.
       trained: whether an earlier run has left checkpoints.
     """
 
@@ -94,12 +80,6 @@ def fill_for_a_while(disk: Path) -> None:
     (disk / 'filler').unlink()
 
 
-def make_read_only(path: Path) -> None:
-    """Makes a folder read-only, for root as well."""
-    subprocess.run(['mount', '--bind', str(path), str(path)], check=True)
-    subprocess.run(['mount', '-o', 'remount,ro,bind', str(path)], check=True)
-
-
 def remount_read_only(disk: Path) -> None:
     subprocess.run(['mount', '-o', 'remount,ro', str(disk)], check=True)
 
@@ -109,11 +89,10 @@ def make_folder_of_metrics(disk: Path) -> None:
 
 
 def make_checkpoints_read_only(disk: Path) -> None:
-    make_read_only(disk / 'run/checkpoints')
-
-
-def remove_run(disk: Path) -> None:
-    shutil.rmtree(disk / 'run', ignore_errors=True)
+    """Makes the folder of checkpoints read-only, for root as well."""
+    path = str(disk / 'run/checkpoints')
+    subprocess.run(['mount', '--bind', path, path], check=True)
+    subprocess.run(['mount', '-o', 'remount,ro,bind', path], check=True)
 
 
 KEEP_ALL = ('CheckpointConfig.keep = None',)
@@ -124,18 +103,12 @@ CASES = (
     Case(name='full', during=fill),
     Case(name='full_for_a_while', during=fill_for_a_while, bindings=CONTINUE, expected=0),
     Case(name='read_only', during=remount_read_only),
-    Case(name='removed', during=remove_run),
+    Case(name='removed', during=lambda disk: shutil.rmtree(disk / 'run', ignore_errors=True)),
     Case(name='full_at_start', before=fill, trained=True),
     Case(name='read_only_at_start', before=remount_read_only, trained=True),
     Case(name='checkpoints_read_only', before=make_checkpoints_read_only, trained=True),
     Case(name='metrics_are_a_folder', before=make_folder_of_metrics),
-    Case(
-        name='only_metrics_fail',
-        before=lambda disk: None,
-        during=fill,
-        bindings=NO_SAVES,
-        expected=0,
-    ),
+    Case(name='only_metrics_fail', during=fill, bindings=NO_SAVES, expected=0),
     Case(
         name='metrics_stop',
         during=fill,
@@ -164,13 +137,17 @@ class Run:
     def __init__(self, folder: Path, disk: Path, bindings: tuple[str, ...]):
         command = [sys.executable, '-m', 'train', f'--gin_file={folder / "config.gin"}']
         settings = (f"MODEL_DIR = '{disk / 'run'}'", *bindings)
-        environment = {'JAX_PLATFORMS': 'cpu', 'PYTHONUNBUFFERED': '1', 'PYTHONPATH': str(ROOT)}
-        cache = {'XDG_CACHE_HOME': str(folder / 'cache')}
+        environment = {
+            'JAX_PLATFORMS': 'cpu',
+            'PYTHONUNBUFFERED': '1',
+            'PYTHONPATH': str(ROOT),
+            'XDG_CACHE_HOME': str(folder / 'cache'),
+        }
         self.lines: list[tuple[float, str]] = []
         self.process = subprocess.Popen(
             [*command, *(f'--gin.{s.replace(" = ", "=", 1)}' for s in settings)],
             cwd=folder,
-            env=os.environ | environment | cache,
+            env=os.environ | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -211,28 +188,27 @@ def prepare(folder: Path) -> None:
 def run_case(case: Case, folder: Path) -> str:
     """Runs a case, and returns its row of the table."""
     with file_system(folder, case.disk) as disk:
-        checkpoints = disk / 'run/checkpoints'
+        checkpoints = epath.Path(disk / 'run/checkpoints')
         if case.trained:
             assert Run(folder, disk, ('TRAIN_STEPS = 40',)).wait() == 0
         case.before(disk)
         started = time.monotonic()
         run = Run(folder, disk, case.bindings)
-        saves = not set(NO_SAVES) & set(case.bindings)
+
+        def is_due() -> bool:
+            if set(NO_SAVES) & set(case.bindings):
+                return any(text.startswith('step 5/') for _, text in run.lines)
+            return bool(complete_steps(checkpoints))
+
         if case.during is not None:
-            run.wait_until(
-                lambda: (
-                    bool(complete_steps(epath.Path(checkpoints)))
-                    if saves
-                    else any(text.startswith('step 5/') for _, text in run.lines)
-                )
-            )
+            run.wait_until(is_due)
             started = time.monotonic()
             case.during(disk)
         code = run.wait()
         ended = time.monotonic()
         messages = [(at, text) for at, text in run.lines if TROUBLE.search(text)]
         first = f'{messages[0][0] - started:.1f}' if messages else '-'
-        good = check_steps(epath.Path(checkpoints))
+        good = check_steps(checkpoints)
         exit_code = 'hangs' if code is None else f'{code}{"" if code == case.expected else "!"}'
         row = f'{case.name:<24}{first:>9}{ended - started:>9.1f}{exit_code:>7}{len(messages):>7}'
         return '\n'.join([f'{row}  {good}', *(f'    {text}' for _, text in messages[:4])])
@@ -249,16 +225,14 @@ def check_steps(checkpoints: epath.Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-    names = [case.name for case in CASES]
-    parser.add_argument('--cases', default=','.join(names), help='separated by commas (all)')
+    parser.add_argument('--cases', help='separated by commas (all)')
     parser.add_argument('--folder', type=Path, help='where the runs are')
     options = parser.parse_args()
-    if unknown := [name for name in options.cases.split(',') if name not in names]:
-        raise SystemExit(f'no case {unknown[0]!r}: the cases are {", ".join(names)}')
+    names = parse_names(options.cases, [case.name for case in CASES], 'case')
     print(f'{"case":<24}{"message":>9}{"end":>9}{"exit":>7}{"lines":>7}  checkpoints')
     cache = tempfile.mkdtemp(dir=options.folder)
     for case in CASES:
-        if case.name in options.cases.split(','):
+        if case.name in names:
             with tempfile.TemporaryDirectory(dir=options.folder) as name:
                 folder = Path(name)
                 prepare(folder)

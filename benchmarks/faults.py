@@ -32,8 +32,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from etils import epath
 
-from benchmarks.campaigns import append_line, read_lines
+from benchmarks.campaigns import TINY_RUN, append_line, read_lines
+from train.checkpoints import complete_steps
+from train.checkpoints.orbax.files import read_orbax
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, PERIOD = 100, 10
@@ -41,25 +44,12 @@ POLL_SECONDS = 0.002
 # How long it takes at most, in seconds, what a signal interrupts. For 'start', it is the whole run.
 SPREAD = {'tokenizing': 0.3, 'compiling': 2.0, 'stepping': 0.1, 'evaluating': 0.05, 'saving': 0.05}
 LIMIT_SECONDS = 900.0  # Far longer than a run takes; it only ends runs that hang.
-CONFIG = f"""
-include 'configs/runs/base.gin'
-include 'configs/models/tiny.gin'
-include 'configs/partitioning/two_d.gin'
-
+CONFIG = f"""{TINY_RUN}
 TRAIN_STEPS = {STEPS}
-BATCH_SIZE = 8
-SEQUENCE_LENGTH = 32
-LEARNING_RATE = 0.001
 EVAL_PERIOD = {PERIOD}
 CHECKPOINT_PERIOD = {PERIOD}
-TransformerConfig.num_layers = 1
-TransformerConfig.embed_dim = 64
-TrainConfig.task = @CausalLM()
-CausalLM.source = @TextFiles()
-TextFiles.pattern = 'texts/*.txt'
 TrainConfig.log_every = 1
 TrainConfig.writers = [@JsonWriter]
-HeldOut.limit = 8192
 """
 
 
@@ -71,8 +61,7 @@ def main() -> int:
     parser.add_argument('--folder', type=Path, help='where the runs are')
     parser.add_argument('--seed', type=int, default=0, help='another seed chooses other moments')
     options = parser.parse_args()
-    results = options.results.resolve()
-    done = read_lines(results)
+    done = read_lines(options.results)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         prepare(folder)
@@ -82,7 +71,7 @@ def main() -> int:
                 continue
             line = trial | run_trial(folder, trial, expected)
             done.append(line)
-            append_line(results, line)
+            append_line(options.results, line)
             print(json.dumps(line), flush=True)
     show(done)
     return 0 if all(line['ok'] for line in done) else 1
@@ -138,13 +127,9 @@ class Expected:
 
 
 def begin(folder: Path, name: str, is_cold: bool, command: str = '') -> subprocess.Popen[str]:
-    """Starts a run.
+    """Starts a run in the folder of the campaign, or resumes it with a command.
 
-    Args:
-      folder: the folder of the campaign.
-      name: the name of the run, whose folder is below.
-      is_cold: whether it has a cache of tokens and programs of its own.
-      command: the command that resumes it, if it is not started for the first time.
+    If it is cold, it has a cache of tokens and programs of its own.
     """
     cache = folder / (f'{name}-cache' if is_cold else 'cache')
     arguments = ['small.gin', f"--gin.MODEL_DIR='{name}'", '--cpu_devices=2']
@@ -277,10 +262,6 @@ def check_end(number: int, code: int, errors: str, steps: int, saved: int) -> It
 
 def read_run(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The arrays of the last checkpoint of a run, as bytes, and its metrics."""
-    from etils import epath
-
-    from train.checkpoints.orbax.files import read_orbax
-
     stored = read_orbax(epath.Path(folder) / f'checkpoints/{STEPS}/state')
     arrays = {}
     for name, array in stored.items():
@@ -293,10 +274,9 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The complete records of a run, without measured times."""
     path = folder / 'metrics.jsonl'
     lines = path.read_text().split('\n')[:-1] if path.exists() else []
-    records = [json.loads(line) for line in lines]
     return [
         {name: x for name, x in record.items() if 'second' not in name and 'wait' not in name}
-        for record in records
+        for record in map(json.loads, lines)
     ]
 
 
@@ -307,10 +287,6 @@ def last_step(folder: Path) -> int:
 
 def newest_checkpoint(folder: Path) -> int:
     """The newest complete step of a run, or 0."""
-    from etils import epath
-
-    from train.checkpoints import complete_steps
-
     return max(complete_steps(epath.Path(folder) / 'checkpoints'), default=0)
 
 

@@ -51,11 +51,6 @@ def furthest(a: dict[int, float], b: dict[int, float]) -> float:
     return max(abs(a[step] - b[step]) / abs(b[step]) for step in a)
 
 
-def data_of(folder: Path) -> Any:
-    """What determines the rows of each step."""
-    return json.loads((folder / 'data.json').read_text())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--folder', type=Path, help='where the runs are (a temporary folder)')
@@ -84,7 +79,9 @@ def main() -> None:
             run, 4, 3, devices=2, steps=STEPS, fault='SIGKILL', moment='step 6'
         )
         train(run, 2, STEPS, devices=4, mesh=1)
-        same = data_of(run) == data_of(folder / 'whole-4')
+        # What determines the rows of each step.
+        data = [json.loads((f / 'data.json').read_text()) for f in (run, folder / 'whole-4')]
+        same = data[0] == data[1]
         print(
             f'4 processes, one killed ({ending.codes}), then 2 with 4 devices and another mesh: '
             f'{furthest(losses(run), whole[4]):.1e} from the whole run; same data: {same}'

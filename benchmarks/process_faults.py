@@ -42,79 +42,69 @@ HEARTBEAT = INIT = WATCHDOG = 10.0
 STEPS = 8
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Fault:
     """A fault with what is expected of it.
 
     Attributes:
       name: what happens.
-      settings: how the run is started.
-      victim: the process with the fault.
+      fault: the setting of the process with the fault; None if it never starts.
+      victim: the process with the fault, which one of the others names.
       limit: the seconds after which the run must have ended, plus 5.
       code: the exit code of the other processes.
-      named: what one of them prints.
     """
 
     name: str
-    settings: Mapping[str, Any]
+    fault: str | None
     victim: int = 1
     limit: float = 0.0
     code: int = 75
-    named: str = 'process 1'
-
-
-def _fault(name: str, fault: str, moment: str = 'step 3', **expected: Any) -> Fault:
-    return Fault(name=name, settings={'fault': fault, 'moment': moment}, **expected)
 
 
 NAMED = (
-    _fault('SIGKILL to a worker', 'SIGKILL'),
-    _fault('SIGKILL to process 0', 'SIGKILL', victim=0, named='process 0'),
-    _fault('SIGSTOP to a worker', 'SIGSTOP', limit=HEARTBEAT),
-    _fault('SIGSTOP to process 0', 'SIGSTOP', victim=0, named='process 0', limit=HEARTBEAT),
-    _fault('an exception in one process', 'exception', code=1),
-    _fault('Ctrl-C on one process', 'SIGINT', code=130),
-    _fault('SIGTERM to one process', 'SIGTERM'),
-    _fault('stuck in Python', 'stuck in Python', limit=WATCHDOG),
-    _fault('stuck in the input', 'stuck in input', limit=WATCHDOG),
-    _fault('stuck in a save', 'stuck in a save', limit=WATCHDOG),
-    _fault('process 0 cannot be reached', 'unreachable', limit=INIT),
-    Fault(name='a process never starts', settings={'missing': (1,)}, limit=INIT),
-    _fault('another optimizer', 'other optimizer', code=2),
-    _fault('another seed', 'other seed', code=2),
-    _fault('other steps', 'other steps', code=2),
-    _fault('another mesh', 'other mesh', code=2),
-    _fault('other data', 'other data', code=2),
-    _fault('another version of jax', 'other jax', code=2),
-    _fault('MODEL_DIR is not shared', 'other folder', code=2),
-    _fault('a full disk on one process', 'full disk', code=2),
+    Fault('SIGKILL to a worker', 'SIGKILL'),
+    Fault('SIGKILL to process 0', 'SIGKILL', victim=0),
+    Fault('SIGSTOP to a worker', 'SIGSTOP', limit=HEARTBEAT),
+    Fault('SIGSTOP to process 0', 'SIGSTOP', victim=0, limit=HEARTBEAT),
+    Fault('an exception in one process', 'exception', code=1),
+    Fault('Ctrl-C on one process', 'SIGINT', code=130),
+    Fault('SIGTERM to one process', 'SIGTERM'),
+    Fault('stuck in Python', 'stuck in Python', limit=WATCHDOG),
+    Fault('stuck in the input', 'stuck in input', limit=WATCHDOG),
+    Fault('stuck in a save', 'stuck in a save', limit=WATCHDOG),
+    Fault('process 0 cannot be reached', 'unreachable', limit=INIT),
+    Fault('a process never starts', None, limit=INIT),
+    Fault('another optimizer', 'other optimizer', code=2),
+    Fault('another seed', 'other seed', code=2),
+    Fault('other steps', 'other steps', code=2),
+    Fault('another mesh', 'other mesh', code=2),
+    Fault('other data', 'other data', code=2),
+    Fault('another version of jax', 'other jax', code=2),
+    Fault('MODEL_DIR is not shared', 'other folder', code=2),
+    Fault('a full disk on one process', 'full disk', code=2),
 )
 
 
 def run_named(fault: Fault, folder: Path) -> dict[str, Any]:
     """Runs 4 processes with a named fault."""
     # Only the faults of the start are about its limit, and it takes long on a busy machine.
-    init = INIT if fault.name in ('process 0 cannot be reached', 'a process never starts') else 60.0
+    init = INIT if fault.fault in ('unreachable', None) else 60.0
     limits = {'heartbeat': HEARTBEAT, 'init': init, 'watchdog': WATCHDOG}
+    settings = {'fault': fault.fault, 'moment': 'step 3'} if fault.fault else {'missing': (1,)}
     ending = faulty_runs.run(
-        folder / 'run', 4, fault.victim, devices=1, steps=STEPS, **limits, **fault.settings
+        folder / 'run', 4, fault.victim, devices=1, steps=STEPS, **limits, **settings
     )
     others = [code for i, code in enumerate(ending.codes) if i != fault.victim]
-    texts = ending.survivors(fault.victim)
+    texts, name = ending.survivors(fault.victim), f'process {fault.victim}'
     return {
         'name': fault.name,
         'seconds': ending.seconds,
         'codes': ending.codes,
-        'named': any(fault.named in line for text in texts for line in text.splitlines()[-12:]),
+        'named': any(name in line for text in texts for line in text.splitlines()[-12:]),
         'right code': set(others) == {fault.code},
         'in time': (ending.seconds or 0) <= fault.limit + 5,
-        'says': next((_last_line(t, folder) for t in texts if t), ''),
+        'says': next((t.splitlines()[-1].replace(f'{folder}/', '')[:300] for t in texts if t), ''),
     }
-
-
-def _last_line(text: str, folder: Path) -> str:
-    """The last line that a process has printed, without the folder of this trial."""
-    return text.splitlines()[-1].replace(f'{folder}/', '')[:300]
 
 
 def run_random(seed: int, folder: Path, expected: Mapping[int, Any]) -> dict[str, Any]:
