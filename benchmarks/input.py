@@ -158,10 +158,10 @@ def throughput(cache: str, tokenizers: dict[str, Tokenizer]) -> None:
             'span corruption': SpanCorruption(**common | {'tokenizer': padded(tokenizer)}),
         }
         opened = {kind: task.open(LENGTH) for kind, task in tasks.items()}
-        rows = [opened['cut from the stream'].training_rows[0].examples]
+        rows = opened['cut from the stream'].training_rows[0].examples
         runs: dict[str, tuple[Callable[[], Any], int]] = {
             **{kind: (ours(task), STEPS) for kind, task in opened.items()},
-            'DataLoader over rows': (data_loader(rows[0]), STEPS),
+            'DataLoader over rows': (data_loader(rows), STEPS),
             'DataLoader over text': (data_loader(Documents(tokenizer)), STEPS // 10),
         }
         figures: dict[str, list[tuple[float, float]]] = {kind: [] for kind in runs}
@@ -169,7 +169,7 @@ def throughput(cache: str, tokenizers: dict[str, Tokenizer]) -> None:
             for kind, (make, steps) in runs.items():
                 figures[kind].append(rate(make, steps))
         medians = {
-            kind: (statistics.median(f[0] for f in found), statistics.median(f[1] for f in found))
+            kind: [statistics.median(values) for values in zip(*found, strict=True)]
             for kind, found in figures.items()
         }
         for kind, (tokens, share) in medians.items():

@@ -51,19 +51,12 @@ class SyntheticDevice:
     platform: str = 'cpu'
 
 
-def chunker(mesh: Mesh, batch: int) -> Any:
-    """The chunker of one process."""
-    return LocalChunker(mesh, 0)
-
-
 def all_layouts(mesh: Mesh, batch: int) -> Any:
-    """The data layouts of all processes."""
     processes = mesh.size // DEVICES_PER_PROCESS
     return [data_layout(mesh, mesh.axis_names[:1], batch, p) for p in range(processes)]
 
 
 def all_chunks(mesh: Mesh, batch: int) -> Any:
-    """The chunks of a matrix that all processes hold."""
     processes = mesh.size // DEVICES_PER_PROCESS
     return [
         LocalChunker(mesh, p).get_local_chunks((batch, 4 * MODEL), mesh.axis_names)
@@ -72,19 +65,17 @@ def all_chunks(mesh: Mesh, batch: int) -> Any:
 
 
 def own_start(mesh: Mesh, batch: int) -> Any:
-    """What a process computes when it starts: its chunker and its data layout."""
     return LocalChunker(mesh, 0), data_layout(mesh, mesh.axis_names[:1], batch, 0)
 
 
 def peer(mesh: Mesh, batch: int) -> Any:
-    """jax's index map of the batch."""
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
     return sharding.devices_indices_map((batch,))
 
 
 ALL = {
     'jax': peer,
-    'chunker': chunker,
+    'chunker': lambda mesh, batch: LocalChunker(mesh, 0),
     'all layouts': all_layouts,
     'all chunks': all_chunks,
     'own start': own_start,

@@ -14,9 +14,7 @@ class ShippedRun:
       name: the name in results and on the command line.
       model: the file in configs/models.
       preset: the file in configs/partitioning.
-      topology: the described machine.
       batch: the number of sequences of a step.
-      bindings: gin bindings.
     """
 
     name: str
@@ -51,6 +49,7 @@ _OFFLOAD = (
 )
 _WORDS = 'VOCAB_SIZE = 131_072'
 _LONG = ('SEQUENCE_LENGTH = 131_072', 'CONTEXT_PARTITIONS = 16')
+_TWO_SLICES = ('NUM_SLICES = 2',)
 _PIPELINE = ('STAGES = 8', 'MICROBATCHES = 32', 'NUM_PARTITIONS = 8')
 _125M: dict[str, Any] = {'model': '125m', 'topology': 'v5e:2x2'}
 _1B: dict[str, Any] = {'model': '1b', 'topology': 'v5e:4x4', 'batch': 32}
@@ -73,12 +72,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     '8b_fsdp16_tensor4': {**_8B_BOTH, 'bindings': ('NUM_PARTITIONS = 4',)},
     '8b_data_parallel': {**_8B, 'preset': 'data_parallel'},
     '8b_128k_tokens': {**_8B, 'batch': 4, 'preset': 'context', 'bindings': _LONG},
-    '8b_two_slices': {
-        'model': '8b',
-        'topology': 'v5e:16x16',
-        'batch': 512,
-        'bindings': ('NUM_SLICES = 2',),
-    },
+    '8b_two_slices': {**_8B, 'topology': 'v5e:16x16', 'batch': 512, 'bindings': _TWO_SLICES},
     '8b_h100': {'model': '8b', 'topology': 'h100:1x8', 'batch': 64},
     '70b_v5p': {**_70B, 'preset': 'fsdp_tensor'},
     '70b_pipeline_v5p': {**_70B, 'preset': 'pipeline', 'bindings': _PIPELINE},

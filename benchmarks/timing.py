@@ -19,12 +19,9 @@ def seconds(work: Callable[[], Any]) -> float:
 def compare(
     ours: Callable[[], Any], peer: Callable[[], Any], rounds: int, number: int = 1
 ) -> list[float]:
-    """Returns the median seconds of both, and the median of their ratios.
+    """Calls both in turns; returns the median seconds of both, and the median of their ratios.
 
-    Args:
-      ours, peer: what is called in turns.
-      rounds: how often both are measured.
-      number: how often they are called in a measurement.
+    They are measured `rounds` times, and called `number` times in each measurement.
     """
 
     def mean(work: Callable[[], Any]) -> float:
@@ -35,11 +32,7 @@ def compare(
 
 
 def growth(results: Mapping[int, Sequence[float]]) -> tuple[int, int, list[float]]:
-    """Returns the first and the last size, and the exponents with which each time grows.
-
-    Args:
-      results: the times of several functions, by the size of what they were called with.
-    """
+    """Returns the first and the last size, and the exponents with which times grow with sizes."""
     (few, first), *_, (many, last) = results.items()
     pairs = zip(first, last, strict=True)
     return few, many, [math.log(b / a) / math.log(many / few) for a, b in pairs]

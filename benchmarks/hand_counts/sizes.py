@@ -69,13 +69,11 @@ class Case(ShippedRun):
       shards: the devices that share each matrix and its moments.
       norm_shards: the devices that share the scales of norms.
       row_shards: the devices that share the batch.
-      length: the tokens of a row.
       wire: counts what a device sends; None if the case compares nothing.
       rounds: the sizes of the groups in which gradients are summed and scattered.
       chunks: the columns of the output's chunks: the vocabulary with what fills the last rows.
       tensor: the devices that share a product, in tensor parallelism.
       sums_to_gather: whether the compiler gathers small arrays by sums.
-      fits: whether it fits.
     """
 
     shards: int
