@@ -5,6 +5,7 @@ up to jax 0.10 without its newer code generator for fused loops. Each halves the
 """
 
 import os
+import resource
 import signal
 from pathlib import Path
 
@@ -52,6 +53,18 @@ def _own_gin_configuration():
     """No test sees the gin bindings of another."""
     yield
     gin.clear_config()
+
+
+@pytest.fixture
+def limit_files(capsys):
+    """Returns a function that limits the size of files, in bytes, and removes the limit.
+
+    A write then stores what fits, and fails, as on a full disk. The output of the test is captured
+    in memory, where the limit does not apply.
+    """
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size=before[0]: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture

@@ -49,22 +49,31 @@ def rounding_spread(function: Callable[[Any], Any], inputs: Any, draws: int = 4)
     return jax.tree.map(lambda change: change * UNIT / _CHANGE, spreads)
 
 
+def rounding_limit(expected: Any, spread: float, *, steps: int = 1, operations: int = 0) -> Any:
+    """Returns how far the result of another program for the same function may be from this one.
+
+    Args:
+      expected: the result.
+      spread: what `rounding_spread` returns for the function.
+      steps: how many steps the function takes in turn; each of them rounds everything once more.
+      operations: how often an element itself is rounded in a step, which the inputs do not show.
+    """
+    return SPREADS * steps * (spread + operations * UNIT * np.abs(_wide(expected)))
+
+
 def assert_equal_but_for_rounding(
-    found: Any, expected: Any, spread: float, *, steps: int = 1, operations: int = 0, name: str = ''
+    found: Any, expected: Any, spread: float, *, name: str = '', **settings: int
 ) -> None:
     """Asserts that a result of float32 is the result of another program for the same function.
 
     Args:
       found, expected: the results.
       spread: what `rounding_spread` returns for the function.
-      steps: how many steps the function takes in turn; each of them rounds everything once more.
-      operations: how often an element itself is rounded in a step, which the inputs do not show.
       name: what the message calls the result.
+      **settings: `steps` and `operations` of `rounding_limit`.
     """
-    found, expected = _wide(found), _wide(expected)
-    own = operations * UNIT * np.abs(expected)
-    limit = SPREADS * steps * (spread + own)
-    apart = np.abs(found - expected)
+    limit = rounding_limit(expected, spread, **settings)
+    apart = np.abs(_wide(found) - _wide(expected))
     message = f'{name} differs by {apart.max():.3g}, where rounding explains {limit.max():.3g}'
     assert (apart <= limit).all(), message
 

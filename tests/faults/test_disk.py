@@ -5,7 +5,6 @@ then stores what fits, and fails, as on a full disk.
 """
 
 import dataclasses
-import resource
 import shutil
 import subprocess
 import time
@@ -37,17 +36,6 @@ class Large(Line):
     def init(self, key, batch):
         variables = super().init(key, batch)
         return variables | {'noise': {'x': jax.random.normal(key, (40_000,))}}
-
-
-@pytest.fixture
-def limit_files(capsys):
-    """Returns a function that limits the size of files, in bytes, and removes the limit.
-
-    The output of the test is captured in memory, where the limit does not apply.
-    """
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size=before[0]: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def at(step, action, after=None):

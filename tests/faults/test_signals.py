@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import pty
 import signal
@@ -19,6 +18,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from small import records
 
 from partitioning import PjitPartitioner
 from train import Supervised, TrainConfig, checkpoints, train
@@ -72,14 +72,6 @@ def config(model_dir, **changes):
 def send(number, at=None):
     """A function of the step that sends a signal to this process, at one step or always."""
     return lambda step: signal.raise_signal(number) if at in (None, step) else None
-
-
-def records(folder):
-    lines = (Path(folder) / 'metrics.jsonl').read_text().splitlines()
-    return [
-        {k: v for k, v in json.loads(line).items() if 'second' not in k and 'wait' not in k}
-        for line in lines
-    ]
 
 
 def assert_ends_like(undisturbed, folder, **changes):
@@ -300,14 +292,15 @@ def test_a_signal_to_one_of_several_processes_takes_effect_where_all_stop(monkey
 
 
 def begin(scenario, folder, **streams):
-    paths = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+    here = Path(__file__).parent
+    paths = [str(path) for path in (here.parents[1], here, here.parent / 'train')]
     environment = {
         'PYTHONPATH': os.pathsep.join(paths),
         'PYTHONWARNINGS': 'ignore::DeprecationWarning',  # of forks with threads, from Python 3.12
         'JAX_PLATFORMS': 'cpu',
     }
     return subprocess.Popen(
-        [sys.executable, str(Path(__file__).parent / 'interrupted_process.py'), scenario, folder],
+        [sys.executable, str(here / 'interrupted_process.py'), scenario, folder],
         env=os.environ | environment,
         text=True,
         **streams,

@@ -2,22 +2,16 @@
 
 import dataclasses
 import json
-import multiprocessing
-import multiprocessing.forkserver
-import os
-import sys
 import time
-import unittest.mock
 from pathlib import Path
 
 import faulty_process
-from processes import reserved_port
+from processes import context, reserved_port, start_server
 from small import records
 
 # What happens to a process, and when: the beginnings of what it does then.
 ACTIONS = ('SIGKILL', 'SIGSTOP', 'SIGTERM', 'SIGINT', 'SIGHUP', 'exception')
 MOMENTS = ('the start of the process', 'waiting for the compiler', 'step', 'the save', 'the eval')
-_context = multiprocessing.get_context('forkserver')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +51,6 @@ def results(folder, step):
     return arrays, kept
 
 
-def start_server():
-    """Starts the process whose copies all others are, so that everything is imported once."""
-    _context.set_forkserver_preload(['faulty_process'])
-    with unittest.mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
-        multiprocessing.forkserver.ensure_running()
-
-
 def run(folder, count, victim=None, *, limit=300.0, missing=(), **settings):
     """Runs several processes until they end.
 
@@ -93,7 +80,7 @@ def run(folder, count, victim=None, *, limit=300.0, missing=(), **settings):
                 **(of_victim if index == victim else {}),
             )
             arguments = (own, str(outputs[index]))
-            processes[index] = _context.Process(target=faulty_process.main, args=arguments)
+            processes[index] = context.Process(target=faulty_process.main, args=arguments)
             processes[index].start()
         ended = _wait(processes, victim if of_victim.get('fault') == 'SIGSTOP' else None, limit)
     codes = [processes[i].exitcode if i in ended else None for i in range(count)]

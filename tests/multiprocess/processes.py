@@ -1,76 +1,58 @@
 """Starts several processes at the same time, and collects their reports."""
 
-import contextlib
 import json
+import multiprocessing
+import multiprocessing.forkserver
 import os
-import subprocess
 import sys
-import tempfile
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+import time
+import unittest.mock
 from pathlib import Path
 
 from train.processes.launching.children import reserved_port
 
-HERE = Path(__file__).parent
 HANG_SECONDS = 1200  # Far longer than any job takes; it only ends processes that hang.
+context = multiprocessing.get_context('forkserver')
 
 
-def run_together(commands, **environment):
-    """Runs commands at the same time, and returns what each writes to stdout.
-
-    If one fails, the others are killed at once, because they may wait for it forever.
-    """
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as files:
-        paths = [
-            [Path(folder, f'{i}.{name}') for name in ('out', 'err')] for i in range(len(commands))
-        ]
-        processes = []
-        try:
-            for command, (out, err) in zip(commands, paths, strict=True):
-                stdout, stderr = (files.enter_context(path.open('w')) for path in (out, err))
-                process = subprocess.Popen(
-                    command, env=os.environ | environment, stdout=stdout, stderr=stderr
-                )
-                processes.append(process)
-            with ThreadPoolExecutor(len(processes)) as pool:
-                futures = [pool.submit(_wait_for_success, process) for process in processes]
-                done, pending = wait(futures, HANG_SECONDS, FIRST_EXCEPTION)
-                failed = [i for i, f in enumerate(futures) if f in done and f.exception()]
-                _kill(processes)
-        finally:
-            _kill(processes)
-        assert not failed, '\n'.join(paths[i][1].read_text()[-3000:] for i in failed)
-        assert not pending, f'{len(pending)} processes did not end within {HANG_SECONDS} seconds'
-        return [out.read_text() for out, _ in paths]
+def start_server():
+    """Starts the process whose copies all others are, so that everything is imported once."""
+    context.set_forkserver_preload(['faulty_process'])
+    with unittest.mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        multiprocessing.forkserver.ensure_running()
 
 
 def run_worker(count, folder):
-    """Runs worker.py in `count` processes, and returns what each reports."""
-    root = HERE.parents[1]
-    folders = (HERE, HERE.parent / 'partitioning', HERE.parent / 'train')
-    modules = os.pathsep.join(map(str, (root, *folders)))
+    """Runs `worker.main` in `count` processes, and returns what each reports.
+
+    If one fails, the others are killed at once, because they may wait for it forever.
+    """
+    import worker
+
+    paths = [report_path(folder, index) for index in range(count)]
+    outputs = [path.with_suffix('.txt') for path in paths]
+    start_server()
     with reserved_port() as port:
-        run_together(
-            [
-                [sys.executable, str(HERE / 'worker.py'), *map(str, (port, count, index, folder))]
-                for index in range(count)
-            ],
-            PYTHONPATH=modules,
-        )
-    return [json.loads(report_path(folder, index).read_text()) for index in range(count)]
+        processes = [
+            context.Process(target=worker.main, args=(port, count, index, folder, outputs[index]))
+            for index in range(count)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.time() + HANG_SECONDS
+        while any(process.is_alive() for process in processes) and time.time() < deadline:
+            if any(process.exitcode for process in processes):
+                break
+            time.sleep(0.02)
+        codes = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+            process.join()
+    texts = [path.read_text()[-3000:] for path, code in zip(outputs, codes, strict=True) if code]
+    assert codes == [0] * count, '\n'.join(texts)
+    return [json.loads(path.read_text()) for path in paths]
 
 
 def report_path(folder, index):
     """Returns the file of a worker's report. Its stdout also contains lines of the collectives."""
     return Path(folder) / f'report {index}.json'
-
-
-def _wait_for_success(process):
-    if process.wait() != 0:
-        raise RuntimeError
-
-
-def _kill(processes):
-    for process in processes:
-        process.kill()
-        process.wait()

@@ -1,13 +1,11 @@
 """Two real processes of a run, of which one has a fault; `make test-processes` has all faults."""
 
-import random
 import signal
 
 import faulty_runs
 import pytest
 
 STEPS = 6
-CHAINS, FAULTS = 4, 5  # how many runs have faults at random, and how many faults each
 
 
 def start(folder, victim=None, **settings):
@@ -17,7 +15,6 @@ def start(folder, victim=None, **settings):
 @pytest.mark.parametrize(
     'victim, fault, code, line',
     [
-        (0, 'SIGKILL', 75, 'process 0 died, last seen at '),
         (1, 'exception', 1, 'process 1 failed: Fault'),
         (
             0,
@@ -43,33 +40,22 @@ def test_if_one_process_fails_the_other_ends_and_names_it(tmp_path, victim, faul
             assert last.endswith('resume with: meshwright train mine')
 
 
-def test_a_process_that_is_done_does_not_mind_the_end_of_process_0(tmp_path):
-    ending = start(tmp_path, 0, fault='killed when all are done')
-    assert ending.codes == [-signal.SIGKILL, 0], ending.texts
-    assert ending.texts[1] == ''
-
-
-@pytest.fixture(scope='module')
-def undisturbed(tmp_path_factory):
-    """The results of a run without a fault."""
-    folder = tmp_path_factory.mktemp('undisturbed')
-    ending = start(folder)
-    assert ending.codes == [0, 0], ending.texts
-    return faulty_runs.results(folder / 'run', STEPS)
-
-
-@pytest.mark.parametrize('seed', range(CHAINS))
-def test_a_run_with_faults_at_random_ends_and_resumes_as_if_it_had_none(
-    tmp_path, undisturbed, seed
-):
-    rng = random.Random(seed)
-    for _ in range(FAULTS):
-        victim, fault = rng.randrange(2), faulty_runs.draw_fault(rng)
-        ending = start(tmp_path, victim, **fault)
-        code, text = ending.codes[1 - victim], ending.texts[1 - victim]
-        # A run that is done before the moment comes has no fault.
-        assert code == 0 or f'process {victim}' in text, (fault, code, text)
-        assert code in (0, 75, 130, 1, 2), (fault, text)
-    ending = start(tmp_path)
-    assert ending.codes == [0, 0], ending.texts
-    assert faulty_runs.results(tmp_path / 'run', STEPS) == undisturbed
+def test_a_run_with_one_fault_after_another_ends_and_resumes_as_if_it_had_none(tmp_path):
+    """Each kind of fault that is not above, each in another part of a run."""
+    for victim, fault, moment, code, line in (
+        (0, 'SIGHUP', 'waiting for the compiler', 75, 'stopped by SIGHUP to process 0'),
+        (0, 'SIGKILL', 'the save', 75, 'process 0 died, last seen at '),
+        (1, 'SIGSTOP', 'step 4', 75, 'process 1 has given no sign of life for 10 s'),
+        (1, 'SIGINT', 'the eval', 130, 'stopped by SIGINT to process 1'),
+    ):
+        ending = start(tmp_path, victim, fault=fault, moment=moment)
+        assert ending.codes[1 - victim] == code, (fault, ending.texts)
+        assert line in ending.texts[1 - victim], fault
+    resumed, whole = start(tmp_path), tmp_path / 'whole'
+    assert resumed.codes == [0, 0], resumed.texts
+    # A process that is done does not mind the end of process 0.
+    whole.mkdir()
+    ending = start(whole, 0, fault='killed when all are done')
+    assert (ending.codes, ending.texts[1]) == ([-signal.SIGKILL, 0], '')
+    found, expected = (faulty_runs.results(folder / 'run', STEPS) for folder in (tmp_path, whole))
+    assert found == expected

@@ -1,4 +1,4 @@
-"""2, 4 and 8 real JAX processes with 8 devices in total see the same meshes and batches."""
+"""2 and 4 real JAX processes with 8 devices in total see the same meshes and batches."""
 
 import functools
 import json
@@ -33,7 +33,7 @@ def reports_of(tmp_path_factory):
     return run
 
 
-@pytest.fixture(params=[2, 4, 8])
+@pytest.fixture(params=[2, 4])
 def reports(request, reports_of):
     return reports_of(request.param)
 
@@ -91,15 +91,12 @@ def test_the_device_orders_include_strided_and_shared_rows(reports):
     rows = {name: [rows for _, _, *rows in of.values()] for name, of in layouts.items()}
     strided = {name for name, of in rows.items() if any(r[-1] - r[0] >= len(r) for r in of)}
     assert not any(name.startswith('default') for name in strided)
-    assert ('strided 8x1' in strided) == (count < 8)  # One device has contiguous rows.
-    shared = sum(len(r) for r in {tuple(r) for r in rows['rolled 4x2']}) > 16
-    assert shared == (count < 8)
+    assert 'strided 8x1' in strided
+    assert sum(len(r) for r in {tuple(r) for r in rows['rolled 4x2']}) > 16, 'some are shared'
     # 'data' has size 2 and 'model' size 4: half of the processes read the same rows.
     assert all(rows['default 2x4'].count(r) == count // 2 for r in rows['default 2x4'])
     # 'data' has size 4: each process reads its part of the rows, in order.
-    shards = min(count, 4)
-    shard_ids = [shard_id for shard_id, *_ in layouts['default 4x2'].values()]
-    assert shard_ids == [index * shards // count for index in range(count)]
+    assert [shard_id for shard_id, *_ in layouts['default 4x2'].values()] == list(range(count))
 
 
 def test_a_process_without_devices_of_a_mesh_gets_an_error(reports):
@@ -157,9 +154,7 @@ def test_one_process_holds_the_rows_of_the_task(alone, expected):
     assert len(rows) > 0.9 * sum(map(len, expected.values())), 'batches differ from step to step'
 
 
-@pytest.mark.parametrize('count', [2, 4])
-def test_several_processes_hold_the_same_rows_and_sums_as_one(reports_of, count, alone, expected):
-    reports = reports_of(count)
+def test_several_processes_hold_the_same_rows_and_sums_as_one(reports, alone, expected):
     assert_batches_are(expected, [report['batches'] for report in reports])
     sums = {key: total for key, _, total in alone}
     for report in reports:

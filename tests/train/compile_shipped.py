@@ -21,8 +21,9 @@ from train.running.steps import make_train_step
 # Each axis of a mesh has at least two devices.
 PARTITIONS = {'tensor': 8, 'data_parallel': 1, 'fsdp_any_model': 1}
 # Presets whose gradients are compiled like another preset's: tensor.gin with another optimizer
-# state, or, for models with tied embeddings, another length of the residual stream.
+# state, or, for models with tied embeddings, the same layout of these with other layers.
 LIKE_TENSOR, UNTIED = {'zero'}, {'data_parallel', 'tensor_sequence', 'few_kv_heads'}
+UNTIED |= {'fsdp_any_model', 'pipeline', 'tensor', 'three_d'}
 SHAPE = (16, 32)  # of a batch
 FULL = sys.argv[1:] == ['full']
 

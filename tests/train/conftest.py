@@ -1,9 +1,11 @@
 """Runs of a small model on small texts, in this process."""
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gin
 import jax
 import pytest
 from gin_fixtures import (  # noqa: F401  # fixtures
@@ -16,6 +18,8 @@ from gin_fixtures import (  # noqa: F401  # fixtures
 from small import small_config
 
 from train import train
+from train.cli import main
+from train.machine import devices as machine
 
 
 @pytest.fixture(autouse=True, scope='package')
@@ -43,6 +47,23 @@ def texts(tmp_path):
 def run(texts):
     """Returns a function (model_dir, **changes) that trains the small model."""
     return lambda model_dir, **changes: train(small_config(model_dir, texts, **changes))
+
+
+@pytest.fixture
+def meshwright(monkeypatch, capsys):
+    """Returns a function that runs a command here: arguments -> status, output and errors."""
+    monkeypatch.setattr(sys, 'path', [*sys.path])
+    monkeypatch.setattr(machine, 'use_virtual_devices', lambda count: None)  # jax has its devices
+
+    def run(*arguments):
+        gin.clear_config()
+        try:
+            status = main([*map(str, arguments)])
+        except SystemExit as exit_:
+            status = exit_.code
+        return status, *capsys.readouterr()
+
+    return run
 
 
 class FinishedRun(NamedTuple):

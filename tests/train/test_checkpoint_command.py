@@ -10,24 +10,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from train.cli import main
-
 W = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
 @pytest.fixture
-def command(capsys, monkeypatch):
-    """Returns a function that runs `meshwright checkpoint` and returns its status and output."""
-    monkeypatch.setattr(sys, 'path', [*sys.path])
-
-    def run(*arguments):
-        try:
-            status = main(['checkpoint', *map(str, arguments)])
-        except SystemExit as exit_:
-            status = exit_.code
-        return status, *capsys.readouterr()
-
-    return run
+def command(meshwright):
+    return lambda *arguments: meshwright('checkpoint', *arguments)
 
 
 def save(path, **arrays):

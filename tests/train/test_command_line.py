@@ -204,20 +204,10 @@ def test_a_run_that_fails_prints_one_line(tmp_path, texts):
     assert not model_dir.exists()
 
 
-@pytest.mark.parametrize(
-    'changes, words',
-    [
-        (
-            ['NUM_PARTITIONS=2', 'TransformerConfig.mlp_dim=63'],
-            ['constrain', "'mlp'", '63', 'model', '62 or 64'],
-        ),
-        (['VOCAB_SIZE=256'], ['vocab_size 256', '257']),
-        (["TextFiles.root='/nonexistent'"], ['/nonexistent']),
-    ],
-    ids=['a mlp_dim that does not divide', 'a small vocabulary', 'no text files'],
-)
-def test_a_failure_before_training(fails, tmp_path, texts, changes, words):
+def test_a_failure_before_training(fails, tmp_path, texts):
+    changes = 'NUM_PARTITIONS=2', 'TransformerConfig.mlp_dim=63'
     two_d = '--gin_file=configs/partitioning/two_d.gin'  # its rules shard 'mlp'
+    words = 'constrain', "'mlp'", '63', 'model', '62 or 64'
     fails([*arguments(tmp_path / 'model', texts, *changes), two_d], *words)
     assert not (tmp_path / 'model').exists()
 

@@ -12,14 +12,8 @@ from partitioning import PjitPartitioner
 from train.cli import main, training
 from train.errors import ConfigError
 from train.gin.load import find_config
-from train.machine import devices as machine
 
-
-@pytest.fixture(autouse=True)
-def _own_path(monkeypatch):
-    monkeypatch.setattr(sys, 'path', [*sys.path])
-    # jax has its devices already.
-    monkeypatch.setattr(machine, 'use_virtual_devices', lambda count: None)
+pytestmark = pytest.mark.usefixtures('meshwright')
 
 
 @pytest.mark.parametrize('arguments', [[], ['--help'], ['help']])
@@ -78,13 +72,9 @@ def test_the_help_of_a_command(capsys, name, words):
         (['mesh', '--mesh=data'], 'data=-1,model=8'),
     ],
 )
-def test_errors_are_one_line(capsys, tmp_path, monkeypatch, arguments, words):
+def test_errors_are_one_line(meshwright, tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
-    try:
-        status = main(arguments)
-    except SystemExit as exit_:
-        status = exit_.code
-    out, err = capsys.readouterr()
+    status, out, err = meshwright(*arguments)
     assert (status, out) == (2, '')
     assert err.startswith('error: ') and err.count('\n') == 1
     assert words in err

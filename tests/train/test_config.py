@@ -9,7 +9,7 @@ from small import Bigram, partitioner, small_config
 
 from partitioning import PjitPartitioner
 from partitioning.mesh import MeshConfig
-from train import HeldOut, NextToken, Optimizer, Samples, TrainConfig
+from train import HeldOut, NextToken, Samples, TrainConfig
 from train.checkpoints import CheckpointConfig, RestoreConfig
 from train.config import check_batch
 from train.data import CausalLM, Examples, Prefetch
@@ -80,12 +80,6 @@ def test_a_wrong_setting_of_a_run(changes, message):
 @pytest.mark.parametrize(
     'make, message',
     [
-        (lambda: Optimizer(transform=3, learning_rate=1.0), r'Optimizer\.transform is 3'),
-        (lambda: Optimizer(transform=optax.sgd, learning_rate='1'), r"learning_rate is '1'"),
-        (
-            lambda: Optimizer(transform=optax.sgd, learning_rate=1.0, clip_norm=-1.0),
-            r'clip_norm is -1\.0',
-        ),
         (lambda: CheckpointConfig(keep=0), 'keep is 0'),
         (lambda: CheckpointConfig(period=-1), 'period is -1'),
         (lambda: CheckpointConfig(steps=[2, 0]), r'steps\[1\] is 0'),

@@ -1,46 +1,29 @@
 """`meshwright forecast` and `fits`: their output, files, exit status, and errors."""
 
 import json
-import sys
 from pathlib import Path
 
 import gin
 import pytest
 
-from train.cli import main
-from train.machine import devices as machine
 from train.planning import machines
 
 pytestmark = pytest.mark.core
 
 
-@pytest.fixture(autouse=True)
-def _own_process(monkeypatch, tmp_path):
+@pytest.fixture
+def forecast(meshwright, monkeypatch, tmp_path):
+    """Returns a function that forecasts in an empty folder: status, output and errors."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
-    monkeypatch.setattr(sys, 'path', [*sys.path])
     monkeypatch.delenv('XLA_FLAGS', raising=False)  # other compilers do not know conftest's flags
-    # jax has its devices already.
-    monkeypatch.setattr(machine, 'use_virtual_devices', lambda count: None)
-    gin.clear_config()
-    yield
-    gin.clear_config()
+    return lambda *arguments, command='forecast': meshwright(command, *arguments)
 
 
-def forecast(capsys, *arguments, command='forecast'):
-    """Returns the exit status, what is on standard output, and what is on standard error."""
-    try:
-        status = main([command, *arguments])
-    except SystemExit as exit_:
-        status = exit_.code
-    return status, *capsys.readouterr()
-
-
-def test_a_run_is_forecast_on_two_machines_without_its_data(capsys, tmp_path):
+def test_a_run_is_forecast_on_two_machines_without_its_data(forecast, tmp_path):
     """The parameters of 8B are float32, and the batch has 3 arrays of 4 bytes; counted by hand."""
     arguments = ('pretrain', 'configs/models/8b.gin', '--gin.BATCH_SIZE=512', '--no_compile')
     machines = ('--topology=v5p:4x4x4', '--topology=2xv5e-256')
-    status, out, err = forecast(capsys, *arguments, *machines, '--json', f'--out={tmp_path}/made')
+    status, out, err = forecast(*arguments, *machines, '--json', f'--out={tmp_path}/made')
     held = json.loads(out)
     first, second = held['forecasts']
     assert status == (0 if held['fits'] else 1)
@@ -82,10 +65,10 @@ def test_a_run_is_forecast_on_two_machines_without_its_data(capsys, tmp_path):
         (['pretrain', '--topology=v5e:4x4', '--out=file/x'], ['--out=file/x cannot be created']),
     ],
 )
-def test_errors_are_one_line(capsys, tmp_path, arguments, words):
+def test_errors_are_one_line(forecast, tmp_path, arguments, words):
     (tmp_path / 'no_model.gin').write_text('X = 1\n')
     (tmp_path / 'file').touch()
-    status, out, err = forecast(capsys, *arguments, '--no_compile')
+    status, out, err = forecast(*arguments, '--no_compile')
     assert (status, out) == (2, '')
     assert err.startswith('error: ') and err.count('\n') == 1
     assert not [word for word in words if word not in err]
@@ -99,23 +82,23 @@ def test_errors_are_one_line(capsys, tmp_path, arguments, words):
         ('fits', ['config.json'], ''),
     ],
 )
-def test_a_compiler_that_is_not_installed(capsys, monkeypatch, command, arguments, hint):
+def test_a_compiler_that_is_not_installed(forecast, monkeypatch, command, arguments, hint):
     def refuse(*args, **kwargs):
         raise RuntimeError("describing TPUs needs libtpu: pip install 'meshwright[aot]'")
 
     monkeypatch.setattr(machines, 'describe_topology', refuse)
     Path('config.json').write_text(json.dumps(SMALL))
-    status, out, err = forecast(capsys, *arguments, '--topology=v5e:4x4', command=command)
+    status, out, err = forecast(*arguments, '--topology=v5e:4x4', command=command)
     assert (status, out) == (2, '')
     message = f"error: v5e:4x4: describing TPUs needs libtpu: pip install 'meshwright[aot]'{hint}"
     assert err.splitlines()[-1] == message
 
 
-def test_virtual_devices_stand_for_a_machine_whose_compiler_is_not_installed(capsys, monkeypatch):
+def test_virtual_devices_stand_for_a_machine_whose_compiler_is_not_installed(forecast, monkeypatch):
     monkeypatch.setattr(machines, 'describe_topology', None)
     arguments = ('pretrain', 'configs/models/tiny.gin', '--topology=v5e:4x4', '--gin.BATCH_SIZE=16')
     sizes = ('--gin.SEQUENCE_LENGTH=8', '--gin.TransformerConfig.num_layers=1')
-    status, out, _ = forecast(capsys, *arguments, *sizes, '--on_cpu', '--json')
+    status, out, _ = forecast(*arguments, *sizes, '--on_cpu', '--json')
     [one] = json.loads(out)['forecasts']
     assert (status, one['back_end'], one['chip'], one['num_devices']) == (0, 'cpu', 'v5e', 16)
     assert one['memory']['limit'] and any('virtual CPU devices' in note for note in one['notes'])
@@ -135,10 +118,9 @@ SMALL = {
 }
 
 
-def test_what_would_make_a_run_fit(capsys):
+def test_what_would_make_a_run_fit(forecast):
     """Data parallel, each device holds 8 B parameters with two moments: 96 GB, of 16.9 GB."""
     status, out, _ = forecast(
-        capsys,
         *('pretrain', 'configs/models/8b.gin', 'configs/partitioning/data_parallel.gin'),
         *('--gin.BATCH_SIZE=64', '--topology=v5e:8x8', '--no_compile', '--json'),
     )
@@ -150,12 +132,10 @@ def test_what_would_make_a_run_fit(capsys):
     assert {change['peak_from'] for change in one['changes']} == {'jaxpr'}
 
 
-def test_the_machines_that_a_model_fits_into(capsys, tmp_path):
+def test_the_machines_that_a_model_fits_into(forecast, tmp_path):
     (tmp_path / 'config.json').write_text(json.dumps(SMALL))
     flags = ('--topology=v5e:2x2', '--batch_tokens=8K', '--sequence_length=128', '--json')
-    status, out, _ = forecast(
-        capsys, str(tmp_path), *flags, f'--out={tmp_path}/run.gin', command='fits'
-    )
+    status, out, _ = forecast(str(tmp_path), *flags, f'--out={tmp_path}/run.gin', command='fits')
     held = json.loads(out)
     assert (status, held['batch_tokens'], held['model']) == (0, 8192, 'qwen2')
     [row] = held['machines']
@@ -166,7 +146,7 @@ def test_the_machines_that_a_model_fits_into(capsys, tmp_path):
     assert (tmp_path / 'run.gin').read_text() == held['gin']
     arguments = (f'{tmp_path}/run.gin', '--topology=v5e:2x2', '--no_compile', '--json')
     gin.clear_config()
-    [again] = json.loads(forecast(capsys, *arguments)[1])['forecasts']
+    [again] = json.loads(forecast(*arguments)[1])['forecasts']
     # Biases are replicated; everything else is divided over the 4 devices.
     assert again['memory']['parameters'] == pytest.approx(held['num_parameters'], rel=0.01)
 
@@ -181,10 +161,10 @@ def test_the_machines_that_a_model_fits_into(capsys, tmp_path):
         (['unknown.json', '--topology=v5e:4x4'], ["'mamba'", 'llama', 'The known ones are']),
     ],
 )
-def test_errors_of_fits_are_one_line(capsys, tmp_path, arguments, words):
+def test_errors_of_fits_are_one_line(forecast, tmp_path, arguments, words):
     (tmp_path / 'config.json').write_text(json.dumps(SMALL))
     (tmp_path / 'unknown.json').write_text('{"model_type": "mamba"}')
-    status, out, err = forecast(capsys, *arguments, command='fits')
+    status, out, err = forecast(*arguments, command='fits')
     assert (status, out) == (2, '')
     assert err.startswith('error: ') and err.count('\n') == 1
     assert not [word for word in words if word not in err]

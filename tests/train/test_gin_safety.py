@@ -18,10 +18,7 @@ DYNAMIC = 'from __gin__ import dynamic_registration\n'
 HOSTILE = """
 # pickles
 from jax._src import pickle_util | A = @pickle_util.loads()
-from jax._src import pickle_util as optax | A = @optax.loads()
-from jax.experimental import serialize_executable | A = @serialize_executable.deserialize_and_load()
 from jax.experimental.colocated_python import serialization | A = @serialization._deserialize()
-import jax.experimental.colocated_python | A = @jax.experimental.colocated_python.colocated_python
 import jax.numpy | A = @jax.numpy.load() | jax.numpy.load.allow_pickle = True
 import numpy | A = @numpy.load()
 import pickle | A = @pickle.loads()
@@ -31,28 +28,17 @@ from jax._src.lib import xla_client | A = @xla_client.Client
 
 # native libraries
 from jax._src import xla_bridge | A = @xla_bridge.register_plugin()
-from jax._src import xla_bridge | xla_bridge.register_plugin.library_path = '/tmp/a.so'
 import ctypes | A = @ctypes.CDLL()
-import numpy.ctypeslib | A = @numpy.ctypeslib.load_library()
 import numpy | A = @numpy.ctypeslib.load_library()
 import jax.ffi | A = @jax.ffi.register_ffi_target()
-from jax._src.lib import _jax | A = @_jax.load_pjrt_plugin()
 
 # files
 import partitioning | A = @partitioning.Plan.save() | partitioning.Plan.save.path = '/etc/hosts'
-from partitioning.plan import plan | A = @plan.Plan.save()
 from flax.training import checkpoints | A = @checkpoints.save_checkpoint()
-from flax import io | A = @io.rmtree() | io.rmtree.path = '/tmp'
 import jax.profiler | A = @jax.profiler.start_trace()
-import jax.profiler | A = @jax.profiler.start_server() | jax.profiler.start_server.port = 1
-import jax.profiler | A = @jax.profiler.save_device_memory_profile()
 import jax.numpy | A = @jax.numpy.save()
 import pathlib | A = @pathlib.Path.write_text()
-import shutil | A = @shutil.rmtree()
-import io | A = @io.open()
-import tempfile | A = @tempfile.TemporaryFile()
 import tensorstore | A = @tensorstore.open()
-import fsspec | A = @fsspec.open()
 from etils import epath | A = @epath.Path.unlink
 import orbax.checkpoint | A = @orbax.checkpoint.Checkpointer.restore
 import tensorboardX | A = @tensorboardX.SummaryWriter()
@@ -65,10 +51,7 @@ from train import checkpoints | A = @checkpoints.Checkpoints()
 # processes, signals, sockets
 import os | A = @os.system()
 import os as jax | A = @jax.system()
-import posix | A = @posix.system()
 import subprocess | A = @subprocess.check_output()
-import signal | A = @signal.raise_signal()
-import socket | A = @socket.create_connection()
 import urllib.request | A = @urllib.request.urlopen()
 from train import command | A = @command.run()
 from train.cli import command | A = @command.configure()
@@ -77,16 +60,13 @@ from train.processes import joining | A = @joining.join_processes()
 
 # imports and evaluated text
 import importlib | A = @importlib.import_module()
-import runpy | A = @runpy.run_path()
 import builtins | A = @builtins.exec()
-import builtins | A = @builtins.__import__()
 import operator | A = @operator.attrgetter()
 from train.data.text import files | A = @files.needed() | files.needed.package = 'antigravity'
 from train.gin import checks | A = @checks.import_modules()
 from train.gin import load | A = @load.load_config()
 from train.gin.configurables import importlib | A = @importlib.import_module()
 from jax._src.debugger import cli_debugger | A = @cli_debugger.CliDebugger.evaluate
-from jax._src import test_util | A = @test_util.parse_version
 import jax.tools.jax_to_ir | A = @jax.tools.jax_to_ir.main()
 import antigravity
 
@@ -95,7 +75,6 @@ import jax | A = @jax.config.update()
 import jax | jax.config.jax_compilation_cache_dir = '/tmp'
 import jax.monitoring | A = @jax.monitoring.register_event_listener()
 from absl import flags | A = @flags.FLAGS
-from absl import app | A = @app.run()
 import jax | A = @jax.pure_callback()
 import jax.debug | A = @jax.debug.callback()
 

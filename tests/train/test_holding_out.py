@@ -29,16 +29,6 @@ def test_adding_a_file_does_not_move_others(tmp_path):
     assert all(set(old) < set(new) for old, new in zip(before, after, strict=True))
 
 
-def test_the_location_of_the_root_does_not_matter(tmp_path):
-    splits = []
-    for folder in ('one', 'two/deeper'):
-        write(tmp_path / folder, numbered(60))
-        source = TextFiles(pattern='**/*.txt', root=str(tmp_path / folder), holdout_percent=20)
-        splits.append(documents_of_both_parts(source, tmp_path / 'cache'))
-    assert splits[0] == splits[1]
-    assert all(splits[0])
-
-
 @pytest.mark.parametrize('written', ['./**/*.txt', 'part0/../**/*.txt', '{root}/**/*.txt'])
 def test_equivalent_patterns_give_the_same_split(tmp_path, written):
     write(tmp_path, numbered(60))

@@ -6,9 +6,7 @@ The models are in reference_models/, which transformers has written with their l
 import dataclasses
 import json
 import re
-import sys
 
-import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +19,7 @@ from gin_fixtures import load_config
 from hugging_face_models import FOLDER as MODELS, NAMES, config_of, copy
 from hypothesis import given, strategies as st
 from safetensors.numpy import load_file, save_file
+from test_formats import convert
 from tolerances import assert_equal_but_for_rounding, rounding_spread
 
 from partitioning import TrainState
@@ -39,12 +38,9 @@ from train.checkpoints.huggingface.folders import (
     open_parameters,
 )
 from train.checkpoints.huggingface.writer import plan_model
-from train.checkpoints.offline.converting import plan_conversion, write
-from train.cli import main
 from train.data.text.tokenizers import SentencePieceTokenizer
 from train.errors import ConfigError
 from train.gin.load import find_config
-from train.machine import devices as machine
 from train.models.parameters import list_parameters
 from train.models.t5 import T5
 from train.objectives import EncoderDecoder, NextToken
@@ -227,14 +223,6 @@ def test_a_run_that_starts_from_a_model_computes_its_logits(name, tmp_path):
     assert_same_files(tmp_path, MODELS / name)
 
 
-@pytest.mark.parametrize('name', ['llama3_1', 'gpt2'])
-def test_a_run_with_separate_layers_computes_the_logits(name):
-    batch, expected = batch_of(name)
-    model = load_huggingface_model(str(MODELS / name), scan_layers=False)
-    _, logits, spread = restore(MODELS / name, model, batch, mesh=(1, 2))
-    assert_equal_but_for_rounding(logits, expected, spread)
-
-
 def test_a_larger_vocabulary_does_not_change_the_other_logits():
     batch, expected = batch_of('llama3_1')
     model = load_huggingface_model(str(MODELS / 'llama3_1'), vocab_multiple=128)
@@ -370,16 +358,12 @@ def test_parameters_of_another_model_are_not_written(tmp_path):
 
 
 @pytest.fixture
-def command(monkeypatch, tmp_path, capsys):
+def command(meshwright, monkeypatch, tmp_path):
     """Returns a function that runs the command in an empty folder, and returns what it printed."""
-    monkeypatch.setattr(sys, 'path', [*sys.path])
-    monkeypatch.setattr(machine, 'use_virtual_devices', lambda count: None)
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
-        gin.clear_config()
-        status = main(arguments)
-        out, err = capsys.readouterr()
+        status, out, err = meshwright(*arguments)
         assert status == 0, err
         return out
 
@@ -449,16 +433,14 @@ def test_a_tokenizer_is_found_or_missed(tmp_path):
         load_huggingface_tokenizer(str(tmp_path), separator_token='</s>')
 
 
-def convert(source, to, format, **settings):
-    """Converts a checkpoint, and returns the folder of the result."""
-    opened = open_checkpoint(choose_place(epath.Path(source), None)[0])
-    conversion = plan_conversion(opened, epath.Path(to), format, **settings)
-    write(conversion, lambda count: None)
-    return conversion.folder
-
-
-@pytest.mark.parametrize('through', ['meshwright', 't5x', 'orbax', 'safetensors', 'huggingface'])
-@pytest.mark.parametrize('name', ['gpt2', 'llama3_1', 't5_1_1'])
+@pytest.mark.parametrize(
+    'name, through',
+    [
+        *(('gpt2', format) for format in ('meshwright', 'orbax', 'safetensors', 'huggingface')),
+        ('llama3_1', 'safetensors'),
+        ('t5_1_1', 't5x'),
+    ],
+)
 def test_models_are_converted_to_other_formats_and_back(name, through, tmp_path):
     between = convert(MODELS / name, tmp_path / 'between', through)
     back = convert(between, tmp_path / 'back', 'huggingface', like=epath.Path(MODELS / name))

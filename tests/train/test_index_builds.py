@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-import resource
 import runpy
 import signal
 import subprocess
@@ -164,14 +163,10 @@ def test_a_cache_without_permission(tmp_path, mode):
     assert 'cache_dir' in refusal(tmp_path / 'cache', listed())
 
 
-def test_a_full_disk(tmp_path):
-    # A limit on the size of files fails as a full disk does, with an OSError while writing.
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
-    try:
-        message = refusal(tmp_path, listed([b'x' * 500_000]))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+def test_a_full_disk(tmp_path, limit_files):
+    limit_files(100_000)
+    message = refusal(tmp_path, listed([b'x' * 500_000]))
+    limit_files()
     assert str(tmp_path) in message
     assert files_in(tmp_path) == []
 

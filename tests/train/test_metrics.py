@@ -3,7 +3,6 @@
 import functools
 import json
 import math
-import resource
 import struct
 import sys
 import types
@@ -42,14 +41,6 @@ def read(directory):
     return [json.loads(line, parse_constant=refuse) for line in lines]
 
 
-def test_each_record_is_a_line_of_json_with_its_step(tmp_path):
-    write(tmp_path, 0, (1, {'train/loss': 2.5}), (2, {'train/loss': 2.25, 'eval/loss': 3.0}))
-    assert read(tmp_path) == [
-        {'step': 1, 'train/loss': 2.5},
-        {'step': 2, 'train/loss': 2.25, 'eval/loss': 3.0},
-    ]
-
-
 def test_a_record_is_on_disk_immediately(tmp_path):
     writer = JsonWriter(epath.Path(tmp_path), 0)
     writer.write(1, {'train/loss': 1.0})
@@ -74,12 +65,6 @@ def test_every_record_of_the_resumed_step_is_kept(tmp_path):
     write(tmp_path, 0, (2, {'train/loss': 1.0}), (2, {'eval/loss': 2.0}), (3, {'train/loss': 0.5}))
     write(tmp_path, 2)
     assert read(tmp_path) == [{'step': 2, 'train/loss': 1.0}, {'step': 2, 'eval/loss': 2.0}]
-
-
-def test_a_run_from_step_0_drops_all_earlier_records(tmp_path):
-    write(tmp_path, 0, (1, {'loss': 4.0}), (2, {'loss': 3.0}))
-    write(tmp_path, 0, (1, {'loss': 5.0}))
-    assert read(tmp_path) == [{'step': 1, 'loss': 5.0}]
 
 
 @pytest.mark.parametrize('half', ['{"step": 3, "lo', '{"step": 3}', '{"step": 1, "loss": 1.0}'])
@@ -177,17 +162,6 @@ def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
 # Files that cannot be written.
 
 
-@pytest.fixture
-def limit_files():
-    """Returns a function that limits the size of files in bytes, like a disk that is almost full.
-
-    A write then stores what fits and fails. The operating system allows this without privileges.
-    """
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_a_record_that_does_not_fit_leaves_nothing_and_is_written_later(tmp_path, limit_files):
     said = []
     kinds = (JsonWriter, TensorBoardWriter)
@@ -199,7 +173,7 @@ def test_a_record_that_does_not_fit_leaves_nothing_and_is_written_later(tmp_path
     for step in (2, 3):
         opened.write(step, {'loss': 3.0})
     assert read(tmp_path) == [{'step': 1, 'loss': 4.0}]
-    limit_files(resource.RLIM_INFINITY)
+    limit_files()
     opened.write(4, {'loss': 2.0})
     opened.close()
     assert [record['step'] for record in read(tmp_path)] == [1, 2, 3, 4]
@@ -249,17 +223,3 @@ def test_a_policy_stops_the_run_and_one_broken_writer_does_not_stop_the_others(t
     with pytest.raises(OSError, match='metrics of Broken cannot be written: the thread has died'):
         opened.write(1, {'loss': 4.0})
     assert read(tmp_path) == [{'step': 1, 'loss': 4.0}]
-
-
-@pytest.mark.parametrize('name, writer', [('metrics.jsonl', JsonWriter)])
-def test_a_folder_in_the_place_of_the_metrics_is_an_error_at_the_start(tmp_path, name, writer):
-    (tmp_path / name).mkdir()
-    words = rf'metrics of {writer.__name__} cannot be opened: Is a directory: .*{name}$'
-    with pytest.raises(ConfigError, match=words):
-        open_writers((writer,), epath.Path(tmp_path), 0, 'continue')
-
-
-def test_a_file_in_the_place_of_the_events_is_an_error_at_the_start(tmp_path):
-    (tmp_path / 'tensorboard').write_text('')
-    with pytest.raises(ConfigError, match='TensorBoardWriter cannot be opened: File exists: '):
-        open_writers((TensorBoardWriter,), epath.Path(tmp_path), 0, 'continue')

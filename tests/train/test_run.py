@@ -4,7 +4,6 @@ Most tests begin with a copy of one finished run of 6 steps.
 """
 
 import collections
-import shutil
 
 import jax
 import optax
@@ -15,7 +14,6 @@ from partitioning import Plan
 from partitioning.state import path_str
 from train import Optimizer
 from train.checkpoints import Checkpoints, DamagedCheckpoint, complete_steps
-from train.errors import ConfigError
 
 
 def assert_equal_states(one, two):
@@ -98,21 +96,6 @@ def test_incomplete_checkpoints_are_skipped_and_saved_again(run, finished, tmp_p
     assert 'resumed from step 4' in capsys.readouterr().out
     assert complete_steps(checkpoints)[-2:] == [4, 6]
     assert records(model_dir) == records(finished.directory)
-
-
-def test_a_checkpoint_without_its_arrays_is_named_and_the_one_before_it_is_used(
-    run, finished, tmp_path, capsys
-):
-    model_dir = finished.copy(tmp_path / 'model')
-    shutil.rmtree(model_dir / 'checkpoints/6/state')
-    assert_equal_states(run(model_dir), finished.state)
-    output = capsys.readouterr().out
-    assert 'checkpoints/6 is damaged: state/_METADATA is missing' in output
-    assert 'resumed from step 4' in output
-    for step in (2, 4, 6):
-        shutil.rmtree(model_dir / f'checkpoints/{step}/state')
-    with pytest.raises(ConfigError, match=r'no good checkpoint is left .*checkpoints/6 is damaged'):
-        run(model_dir)
 
 
 def test_damage_that_is_found_while_reading_is_skipped(

@@ -6,7 +6,6 @@ import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from gin_fixtures import load_config
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
@@ -171,24 +170,6 @@ def test_a_run_without_a_model_or_partitioner_is_told_which_macro_to_set(tmp_pat
     own.write_text('\n'.join(line for line in lines if f"include '{dropped}" not in line))
     with pytest.raises(ConfigError, match=rf'base\.gin:\d+: %{macro} has no value. .*{macro} = '):
         load_config([str(own)], RUN)
-
-
-@pytest.mark.parametrize('model', MODELS)
-def test_the_tensor_preset_fits_or_is_refused(model):
-    settings = pretrain(f'configs/models/{model}.gin', 'configs/partitioning/tensor.gin')
-    state = named_state(model, settings)
-    if settings['model'].config.num_kv_heads % 8 == 0:
-        settings['partitioner'].get_mesh_axes(state)
-    else:
-        with pytest.raises(ValueError, match=r"'(kv_)?heads'.*\b8\b"):
-            settings['partitioner'].get_mesh_axes(state)
-
-
-def test_the_quickstart_is_a_valid_configuration():
-    load_config(['configs/runs/quickstart.gin'], ["MODEL_DIR='nowhere'"])
-    settings = gin.get_bindings('TrainConfig')
-    assert settings['total_steps'] > 0
-    assert isinstance(settings['optimizer'].build(), optax.GradientTransformation)
 
 
 def test_pretraining_requires_the_users_text():

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import itertools
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
@@ -57,39 +56,12 @@ def test_each_epoch_reads_every_row_once_in_a_different_order(lm, packing):
     assert len(set(map(tuple, [*orders, expected]))) == 5
 
 
-def test_rows_depend_only_on_the_seed_and_their_number(lm):
-    documents = numbered('a', 40)
-    rows = lm(documents).open(LENGTH).training(seed=3)
-    straight = [name_of(rows[i]) for i in range(100)]
-    again = lm(documents).open(LENGTH).training(seed=3)
-    assert [name_of(again[i]) for i in reversed(range(100))] == straight[::-1]
-    other = lm(documents).open(LENGTH).training(seed=4)
-    assert [name_of(other[i]) for i in range(40)] != straight[:40]
-
-
 @pytest.mark.parametrize('index', [2**31 - 1, 2**32, 10**12, 10**15])
 def test_rows_at_large_numbers_are_accessible(lm, index):
     rows = lm(numbered('a', 40)).open(LENGTH).training(seed=3)
     first = index // 40 * 40
     assert len({name_of(rows[i]) for i in range(first, first + 40)}) == 40
     assert name_of(rows[index]) == name_of(rows[index])
-
-
-def test_split_rows_run_across_the_ends_of_documents(lm):
-    documents = [b'', b'abc', b'defghijklmnop', b'q', b'']
-    opened = lm(documents, held_out=100).open(5)
-    rows = opened.evaluation().rows
-    tokens = [SEPARATOR]
-    for document in documents:
-        tokens += [*document, SEPARATOR]
-    inputs = np.concatenate([rows[i]['decoder_input_tokens'] for i in range(len(rows))])
-    targets = np.concatenate([rows[i]['decoder_target_tokens'] for i in range(len(rows))])
-    weights = np.concatenate([rows[i]['decoder_loss_weights'] for i in range(len(rows))])
-    count = len(tokens) - 1
-    assert len(rows) == 5
-    assert inputs[:count].tolist() == tokens[:-1]
-    assert targets.tolist() == tokens[1:] + [SEPARATOR] * (25 - count)
-    assert weights.tolist() == [1] * count + [0] * (25 - count)
 
 
 # Mixtures.
