@@ -13,7 +13,6 @@ from gin_fixtures import load_config
 from partitioning.rules import as_tuple
 from train.cli import main
 from train.gin.load import find_config, find_config_root
-from train.machine import devices as machine
 
 REPOSITORY = find_config_root()
 FILES = ('configs/runs/pretrain.gin', 'configs/models/tiny.gin')
@@ -69,15 +68,14 @@ def start(*args, cwd=REPOSITORY):
 
 
 @pytest.fixture
-def fails(monkeypatch, capsys):
+def fails(meshwright, monkeypatch):
     """Runs the command in this process; it must exit with 2 and one line that contains `words`."""
 
     def fails(args, *words):
         monkeypatch.chdir(REPOSITORY)
-        # jax has its devices already.
-        monkeypatch.setattr(machine, 'use_virtual_devices', lambda count: None)
-        assert main(['train', *args]) == 2
-        assert_one_error(capsys.readouterr().err, *words)
+        status, _, error = meshwright('train', *args)
+        assert status == 2
+        assert_one_error(error, *words)
 
     return fails
 

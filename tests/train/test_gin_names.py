@@ -1,6 +1,6 @@
 """Ordinary lines of gin files work without a flag; the list is complete.
 
-test_t5x_names.py has the names in T5X's files.
+test_t5x_imports.py has the names in T5X's files.
 """
 
 import copy

@@ -7,7 +7,6 @@ import socket
 
 import pytest
 
-from train.cli import main
 from train.cli.launch import make_children
 from train.errors import ConfigError
 from train.processes.launching.attempts import LaunchConfig, count_after_loss, decide
@@ -275,11 +274,8 @@ def test_a_port_is_left_to_process_0():
         (['--processes=4', '--grace_seconds=nan', '--', 'x'], ['nan must be a number >= 0']),
     ],
 )
-def test_mistakes_are_one_line(capsys, arguments, words):
-    try:
-        status = main(['launch', *arguments])
-    except SystemExit as exit_:
-        status = exit_.code
-    [line] = capsys.readouterr().err.splitlines()
+def test_mistakes_are_one_line(meshwright, arguments, words):
+    status, _, error = meshwright('launch', *arguments)
+    [line] = error.splitlines()
     assert (status, line.startswith('error: ')) == (2, True)
     assert not [part for part in words if part not in line]

@@ -1,11 +1,16 @@
 """T5X's import lines and names, as its files write them."""
 
+import inspect
+from pathlib import Path
+
 import gin
 import pytest
 from gin_fixtures import load_config
 
 from train.errors import ConfigError
-from train.gin.configurables import register_listed
+from train.gin.checks import is_gone
+from train.gin.configurables import listed_names, register, register_listed
+from train.t5x.modules import ALIASES
 
 register_listed()  # as every command does
 pytestmark = pytest.mark.core
@@ -186,3 +191,23 @@ def test_a_submesh_decides_over_a_number_of_partitions(write, capsys):
     write(run=DYNAMIC + text)('run')
     assert gin.get_configurable('partitioning.PjitPartitioner')().mesh.shape['model'] == 2
     assert 'num_partitions=1 has no effect' in capsys.readouterr().out
+
+
+# Every name and parameter that T5X's gin files bind has a counterpart.
+
+
+NAMES = [
+    line.partition(' =')
+    for line in (Path(__file__).parent / 't5x_data/gin_names.txt').read_text().splitlines()
+    if line and not line.startswith('#')
+]
+
+
+@pytest.mark.parametrize('name, parameters', [(n, p.split()) for n, _, p in NAMES])
+def test_every_name_that_t5x_files_bind_exists(name, parameters):
+    ours = ALIASES.translate(name.replace(' ', '.'))
+    assert ours in listed_names()
+    found = register(ours)
+    known = inspect.signature(found.wrapped).parameters
+    missing = [p for p in parameters if p not in known and not is_gone(found, p, ALIASES)]
+    assert not missing
