@@ -1,4 +1,4 @@
-"""Compiles the shipped models under every preset, for test_compiler_log.py.
+"""Compiles the shipped models under every preset, for test_shipped_configs.py.
 
 The compiler writes its warnings to the standard error of the process, between headings. Models are
 small here and equal ones are compiled once. `compile_shipped.py full` takes 20 minutes: it keeps

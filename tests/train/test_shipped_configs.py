@@ -3,6 +3,10 @@
 import functools
 import math
 import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import gin
 import jax
@@ -283,3 +287,26 @@ def test_a_preset_gives_the_loss_and_gradients_of_one_device(layout):
     ):
         error = np.max(np.abs(expected - found)) / np.max(np.abs(expected))
         assert error < 1e-5, jax.tree_util.keystr(path)
+
+
+# The compiler has no objections to the models and layouts.
+
+
+def test_no_shipped_config_and_preset_makes_the_compiler_warn():
+    ran = subprocess.run(
+        [sys.executable, Path(__file__).with_name('compile_shipped.py')],
+        env=os.environ
+        | {'PYTHONPATH': str(REPOSITORY), 'JAX_NUM_CPU_DEVICES': '8', 'TF_CPP_MIN_LOG_LEVEL': '0'},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    _, *sections = re.split(r'^# ', ran.stderr, flags=re.MULTILINE)
+    logs = dict(section.split('\n', 1) for section in sections)
+    assert len(logs) == len(MODELS) * len(PRESETS) + 3
+    gathered = logs.pop('gathered')
+    # The compiler also reports that it is slow, on a busy machine.
+    warning = re.compile('^[WE][0-9]{4} (?!.*slow_operation_alarm)', re.MULTILINE)
+    assert not {name: log for name, log in logs.items() if warning.search(log)}
+    if jax.__version_info__ >= (0, 12):
+        assert 'Involuntary full rematerialization' in gathered, 'the log is not captured'
