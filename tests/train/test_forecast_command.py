@@ -180,7 +180,7 @@ def test_errors_of_fits_are_one_line(forecast, tmp_path, arguments, words):
 def run(meshwright, monkeypatch, tmp_path):
     """Returns a function (peak, flags) -> exit status and errors, without compiling."""
     monkeypatch.chdir(tmp_path)
-    for name in ('CI', 'MESHWRIGHT_UPDATE_FORECASTS'):
+    for name in ('CI', 'MESHWRIGHT_UPDATE_FORECASTS', 'XLA_FLAGS'):
         monkeypatch.delenv(name, raising=False)
 
     def start(peak, *flags):
