@@ -45,7 +45,7 @@ def compare_model(folder: Path) -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def compare_run(reference: Reference, params: Any, run: dict[str, Any]) -> dict[str, float]:
-    """Trains as a run of T5X did; returns its differences as multiples of what rounding explains."""
+    """Trains as a run of T5X did. Differences are multiples of what rounding explains."""
     assert run['z_loss'] == Z_LOSS and run['loss_normalizing_factor'] == 'NUM_REAL_TARGET_TOKENS'
     batch, objective = reference.batch('padded'), reference.objective(z_loss=Z_LOSS)
     boxed = jax.eval_shape(lambda: objective.init(jax.random.key(0), batch))
