@@ -250,10 +250,8 @@ def _explain(
     }
     if costs is None or program.compiled is None:
         return (), explain_estimate(estimate, laid_out, **known)[:_LARGEST]
-    text, log = read_text(program.compiled), '\n'.join(program.warnings)
-    explained = explain_program(
-        text, program.traced.jaxpr, costs, mesh=target.mesh, **known, log=log
-    )
+    text = read_text(program.compiled)
+    explained = explain_program(text, program.traced.jaxpr, costs, mesh=target.mesh, **known)
     return explained.collectives, explained.buffers
 
 

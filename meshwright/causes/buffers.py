@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from meshwright.causes.cause import Cause, Change, CodeChange, RuleChange, over, what_is
-from meshwright.causes.data_flow import Place, is_exchange
+from meshwright.causes.data_flow import Place
 from meshwright.causes.evidence import layout_of
 from meshwright.causes.layouts import names_by_axes
 from meshwright.causes.possible_changes import PossibleChanges
@@ -119,10 +119,8 @@ def explain_replicated(row: PlanRow, possible: PossibleChanges) -> Cause | None:
     why = f'all devices along {over(unused)} have the same copy: {row.reason}'
     if row.role == 'other':
         why = f'its rows are not sharded over {over(unused)}: {row.reason}'
-    name = possible.whole_name(row.path, kept or unused)
-    rule = layouts.rule_for(name) if name else ''
-    if not rule:
-        rule = next((repr(tuple(d.rule)) for d in row.dimensions if d.rule is not None), '')
+    rules = (repr(tuple(d.rule)) for d in row.dimensions if d.rule is not None)
+    rule = layouts.rule_for(possible.whole_name(row.path, kept or unused)) or next(rules, '')
     return Cause(
         source='',
         array=row.path,
@@ -170,19 +168,14 @@ def _value_of(place: Place, array: ArrayType, matcher: Matcher) -> Value | None:
     The result of an exchange or a move holds the value of the operation before it. The line and the
     operation count more than the shape if no value fits the array.
     """
-    instruction = place.instruction
-    if not is_exchange(instruction):
-        for value in matcher.values_of(instruction, array.shape)[:1]:
-            if matcher.is_shard(array.shape, value.shape):
-                return value
-    for maker in matcher.flow.makers(place):
+    for maker in (place, *matcher.flow.makers(place)):
         argument = matcher.argument_of(maker)
         if argument is not None and matcher.is_shard(array.shape, argument.shape):
             return argument
         for value in matcher.values_of(maker.instruction, array.shape)[:1]:
             if matcher.is_shard(array.shape, value.shape):
                 return value
-    found = matcher.values_of(instruction, array.shape)
+    found = matcher.values_of(place.instruction, array.shape)
     return found[0] if found and found[0].primitive else None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from meshwright.jaxpr.primitives import names_in
-from meshwright.program.collectives import is_exchange as starts_exchange
+from meshwright.program.collectives import is_exchange
 from meshwright.program.hlo_text import Computation, HloProgram, Instruction
 
 # The results of these, and of exchanges, have the elements of their first operand.
@@ -19,6 +19,7 @@ _MOVES = names_in(
 _MOVED_BY_CALLS = ('ConcatBitcast', 'Sharding', 'SPMDFullToShardShape', 'SPMDShardToFullShape')
 # The attribute with the computation that an instruction runs.
 _BODIES = {'fusion': 'calls', 'while': 'body', 'call': 'to_apply'}
+_CALLING = _BODIES | {'async-start': 'calls'}
 _LIMIT = 4000  # places that a search looks at
 # In place of an index: the search ends at this instruction.
 _COMPUTES = -1
@@ -59,12 +60,10 @@ class DataFlow:
                 self._places[instruction.name] = Place(instruction, computation)
                 for name in instruction.operands:
                     self._users.setdefault((computation.name, name), []).append(instruction)
-                if instruction.opcode not in ('fusion', 'while', 'call', 'async-start'):
-                    continue
-                for attribute in ('calls', 'body', 'to_apply'):
-                    for called in instruction.called(attribute):
-                        place = self._places[instruction.name]
-                        self._callers.setdefault(called, []).append(place)
+                attribute = _CALLING.get(instruction.opcode)
+                for called in instruction.called(attribute) if attribute else ():
+                    place = self._places[instruction.name]
+                    self._callers.setdefault(called, []).append(place)
 
     def place_of(self, name: str) -> Place | None:
         """The instruction of a name."""
@@ -141,19 +140,12 @@ class DataFlow:
             if computation.name == self._program.entry.name:
                 return None
             for caller, outside, _ in self._callers.get(computation.name, ()):
-                found += self._returned(caller, outside, index)
+                found.append(Place(caller, outside, index))
+                if caller.opcode == 'while':  # the next iteration is given it
+                    found += self._parameters_of(caller, index)
         for user in self._users.get((computation.name, instruction.name), ()):
             found += self._used(user, computation, instruction.name, index)
         return found
-
-    def _returned(
-        self, caller: Instruction, outside: Computation, index: int | None
-    ) -> list[Place]:
-        """Where the result of a computation is, after the instruction that runs it."""
-        if caller.opcode == 'while':
-            return [Place(caller, outside, index), *self._parameters_of(caller, index)]
-        runs = caller.opcode in ('fusion', 'call', 'async-start')
-        return [Place(caller, outside, index)] if runs else []
 
     def _used(
         self, user: Instruction, computation: Computation, name: str, index: int | None
@@ -181,15 +173,10 @@ class DataFlow:
         return self._program.computations[caller.called(_BODIES[caller.opcode])[0]]
 
 
-def is_exchange(instruction: Instruction) -> bool:
-    """Whether an instruction begins, is or ends an exchange of data between devices."""
-    return starts_exchange(instruction.opcode.removesuffix('-done'))
-
-
 def _is_move(instruction: Instruction) -> bool:
     if instruction.opcode == 'custom-call':
         return any(f'"{name}' in instruction.attributes for name in _MOVED_BY_CALLS)
-    return instruction.opcode in _MOVES or is_exchange(instruction)
+    return instruction.opcode in _MOVES or is_exchange(instruction.opcode.removesuffix('-done'))
 
 
 def _index_of(instruction: Instruction) -> int:

@@ -20,10 +20,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from meshwright.causes.data_flow import Place
-from meshwright.causes.layouts import Axes, KnownLayouts
+from meshwright.causes.layouts import KnownLayouts
 from meshwright.causes.shard_shapes import likely_axes, shard_counts, shard_dimensions
 from meshwright.causes.value_matching import Matcher
-from meshwright.jaxpr.values import Dim, Value
+from meshwright.jaxpr.values import Axes, Dim, Value
 from meshwright.program.collectives import Collective
 from meshwright.program.hlo_text import ArrayType, Instruction
 
@@ -115,8 +115,7 @@ def layout_of(value: Value, array: ArrayType, layouts: KnownLayouts) -> tuple[Ax
     shards = shard_dimensions(array.shape, value.shape, shard_counts(layouts.sizes))
     if shards is None:
         return ()
-    wanted = layouts.wanted(value.dims, value.shape)
-    return likely_axes(shards, [(axes,) for axes in wanted], layouts.sizes)
+    return likely_axes(shards, layouts.wanted(value.dims, value.shape), layouts.sizes)
 
 
 def _find_operand(

@@ -16,7 +16,7 @@ The first one that applies is `_constrained`. Its cause has the source 'model.py
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from meshwright.causes.cause import (
     Cause,
@@ -263,7 +263,7 @@ def _used_whole(move: Move) -> Cause | None:
 def _multiplied(move: Move) -> Cause | None:
     """The cause for a product with a parameter that has a conflicting layout."""
     evidence, possible = move.evidence, move.possible
-    row = _conflicting_parameter(evidence, move.value, possible)
+    row = _conflicting_parameter(move)
     if row is None:
         return None
     why = (
@@ -286,7 +286,7 @@ def _constrained(move: Move) -> Cause | None:
     """The cause for a constraint that asks for another layout."""
     value, evidence, possible = move.value, move.evidence, move.possible
     conflicting = (
-        list(_conflicts(evidence, value, possible))
+        _conflicts(move)
         or possible.misplaced_constraints(value, evidence.axes)
         or possible.needless_constraints(value, evidence.axes)
     )
@@ -316,15 +316,13 @@ def _needed_otherwise(move: Move) -> Cause:
     return move.cause(why, changes, source=evidence.made_at)
 
 
-def _conflicting_parameter(
-    evidence: Evidence, value: Value, possible: PossibleChanges
-) -> PlanRow | None:
+def _conflicting_parameter(move: Move) -> PlanRow | None:
     """The parameter in a product with a value, if the layout of their common dimension differs.
 
     Constraints then shard a dimension of the parameter over mesh axes, and its layout does not.
     """
-    axes = set(evidence.axes)
-    for product in possible.graph.products_of(value):
+    axes, possible = set(move.evidence.axes), move.possible
+    for product in possible.graph.products_of(move.value):
         for other in product.operands:
             row = possible.layouts.rows.get(other.argument)
             if row is None or row.role != 'parameters':
@@ -336,17 +334,15 @@ def _conflicting_parameter(
     return None
 
 
-def _conflicts(evidence: Evidence, value: Value, possible: PossibleChanges) -> Iterator[Value]:
+def _conflicts(move: Move) -> list[Value]:
     """Constraints that fix another layout than the value has before the exchange."""
-    found = [*possible.graph.constraints_after(value)]
+    value, evidence, graph = move.value, move.evidence, move.possible.graph
+    found = [*graph.constraints_after(value)]
     for user in evidence.taken_by:
         if user.shape == value.shape or (evidence.moved and evidence.moved in user.dims):
-            found += possible.graph.constraints_after(user)
-    for constraint in found:
-        same_shape = constraint.shape == value.shape
-        if lacks(constraint, evidence.axes) or (
-            same_shape and constraint.layout != evidence.layout
-        ):
-            wanted = possible.layouts.wanted(constraint.dims, constraint.shape)
-            if constraint.layout != wanted and any(wanted):
-                yield constraint
+            found += graph.constraints_after(user)
+    return move.possible.conflicting(
+        one
+        for one in found
+        if lacks(one, evidence.axes) or (one.shape == value.shape and one.layout != evidence.layout)
+    )

@@ -29,13 +29,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshwright.calls.held import row_of_array
 from meshwright.causes.cause import RuleChange
 from meshwright.jaxpr.linked_dimensions import LinkedDimensions
-from meshwright.jaxpr.values import Dim
+from meshwright.jaxpr.values import Axes, Dim
 from partitioning.plan.rows import PlanRow
 from partitioning.rules import (
     STANDARD_MESH_AXES,
     AxisRules,
     LogicalAxisRules,
-    ResolvedDimension,
     as_tuple,
     from_tuple,
     sharding_axes,
@@ -44,7 +43,6 @@ from partitioning.rules import (
 from partitioning.rules.resolve import try_resolve
 from partitioning.state import Role
 
-Axes = tuple[str, ...]
 # Words in the path of an argument that belongs to an optimizer.
 _OPTIMIZER = ('opt_state', 'optimizer', 'momentum', 'mu', 'nu', 'param_states')
 
@@ -148,14 +146,12 @@ class KnownLayouts:
                 found[name] = split
         return found
 
-    def resolve(
-        self, names: Sequence[str | None], shape: Sequence[int]
-    ) -> tuple[ResolvedDimension, ...]:
-        """The layout that the rules give to an array whose dimensions have these names."""
+    def resolve(self, names: Sequence[str | None], shape: Sequence[int]) -> tuple[Axes, ...]:
+        """The mesh axes that the rules give to an array whose dimensions have these names."""
         rules = AxisRules(self.rules, 'replicate', 'drop_axis')
         kept = [n if names.index(n) == i else None for i, n in enumerate(names)]
         resolved, _ = try_resolve(kept, rules, mesh=self.sizes, shape=shape)
-        return resolved
+        return tuple(sharding_axes(d.mesh_axes) for d in resolved)
 
     def wanted(self, dims: Sequence[Dim | None], shape: Sequence[int]) -> tuple[Axes, ...]:
         """The mesh axes that the rules give to each dimension of a value, by its name.
@@ -163,10 +159,7 @@ class KnownLayouts:
         A dimension without a name keeps the mesh axes that it has in an argument, if they are free.
         """
         resolved = self.resolve([d.name if d else None for d in dims], shape)
-        found = [
-            tuple(a for a in sharding_axes(d.mesh_axes) if self.sizes.get(a, 1) > 1)
-            for d in resolved
-        ]
+        found = [tuple(a for a in axes if self.sizes.get(a, 1) > 1) for axes in resolved]
         taken = {axis for axes in found for axis in axes}
         for number, dim in enumerate(dims):
             if dim is None or dim.name is not None or taken & set(dim.axes):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from meshwright.causes.cause import (
     Change,
@@ -26,14 +26,15 @@ from meshwright.causes.cause import (
     RuleChange,
 )
 from meshwright.causes.evidence import Evidence
-from meshwright.causes.layouts import Axes, KnownLayouts, axes_of_row
+from meshwright.causes.layouts import KnownLayouts, axes_of_row
 from meshwright.causes.value_graph import ValueGraph, lacks
 from meshwright.jaxpr.linked_dimensions import LinkedDimensions
-from meshwright.jaxpr.values import Value
+from meshwright.jaxpr.values import Axes, Value
 from meshwright.user_lines import user_line
 from partitioning.plan.rows import PlanRow
 from partitioning.rules import sharding_axes
 
+Layout = tuple[Axes, ...] | None
 # Logical axes that are sharded last, because they are small or scanned over.
 _RARELY_SHARDED = ('layers', 'kv', 'stack', 'relpos_buckets', 'abspos_buckets', 'length')
 
@@ -52,13 +53,10 @@ class PossibleChanges:
 
     # Rules
 
-    def standard_rules(self, *values: Value | None) -> list[RuleChange]:
+    def standard_rules(self, *values: Value) -> list[RuleChange]:
         """Changes of the unusual rules of the names around some values to the standard ones."""
-        names: dict[str, None] = {}
-        for value in values:
-            if value is not None:
-                dims = (*value.dims, *value.contracted)
-                names.update(dict.fromkeys(d.name for d in dims if d is not None and d.name))
+        dims = [d for value in values for d in (*value.dims, *value.contracted)]
+        names = dict.fromkeys(d.name for d in dims if d is not None and d.name)
         unusual = [name for name in names if self.layouts.is_unusual(name)]
         changes = [self.layouts.to_standard(name) for name in unusual]
         # Fully sharded training shards a name over axes of the batch if the standard rules do not
@@ -77,9 +75,8 @@ class PossibleChanges:
         for near in self._around(value):
             wanted = self.layouts.wanted(near.dims, near.shape)
             held = {near.layout, *(u.layout for u in self.graph.users(near))}
-            if any(wanted) and wanted not in held:
-                if near is value and wanted == tuple(layout):
-                    continue
+            is_laid_out = wanted in held or (near is value and wanted == tuple(layout))
+            if any(wanted) and not is_laid_out:
                 yield _constrain(near, wanted)
 
     def shard_value(self, value: Value, layout: Sequence[Axes]) -> Iterator[ConstraintChange]:
@@ -92,13 +89,9 @@ class PossibleChanges:
         """Constraints on what is computed from the result of an exchange, by its names."""
         found: list[Change] = []
         for user in evidence.taken_by:
-            conflicting = [
-                c
-                for c in self.graph.constraints_after(user)
-                if c.layout != (wanted := self.layouts.wanted(c.dims, c.shape)) and any(wanted)
-            ]
+            conflicting = self.conflicting(self.graph.constraints_after(user))
             found += self.replace_constraints(conflicting, user)
-            if not user.backward and not user.local and not conflicting:
+            if not user.backward and not user.manual and not conflicting:
                 wanted = self.layouts.wanted(user.dims, user.shape)
                 if any(wanted) and len(user.shape) > 1:
                     found.append(_constrain(user, wanted))
@@ -125,27 +118,25 @@ class PossibleChanges:
                 found.append(_constrain(nameless, kept, replaces=True))
         return found
 
+    def conflicting(self, constraints: Iterable[Value]) -> list[Value]:
+        """The constraints that lay out their arrays in another way than by their names."""
+        pairs = ((one, self.layouts.wanted(one.dims, one.shape)) for one in constraints)
+        return [one for one, wanted in pairs if any(wanted) and one.layout != wanted]
+
     def misplaced_constraints(self, value: Value, axes: Axes) -> list[Value]:
         """The nearest constraint that does not shard a dimension over mesh axes as its name says.
 
         One that shards nothing over them comes before one that shards another dimension.
         """
-        moved = []
-        for near, wanted in self._constraints_near(value):
-            pairs = zip(wanted, near.layout or (), strict=True)
-            if any(set(theirs) & set(axes) - set(mine) for theirs, mine in pairs):
-                if lacks(near, axes):
-                    return [near]
-                moved.append(near)
-        return moved[:1]
+        near = self._constraints_near(value)
+        found = [one for one, wanted in near if _exceeds(wanted, one.layout, axes)]
+        return sorted(found, key=lambda one: not lacks(one, axes))[:1]
 
     def needless_constraints(self, value: Value, axes: Axes) -> list[Value]:
         """The nearest constraint that shards a dimension over mesh axes that its name lacks."""
-        for near, wanted in self._constraints_near(value):
-            pairs = zip(wanted, near.layout or (), strict=True)
-            if any(wanted) and any(set(mine) & set(axes) - set(theirs) for theirs, mine in pairs):
-                return [near]
-        return []
+        near = self._constraints_near(value)
+        found = [one for one, wanted in near if any(wanted) and _exceeds(one.layout, wanted, axes)]
+        return found[:1]
 
     def leave_out(self, value: Value, axes: Axes) -> list[ConstraintRemoval]:
         """The program without the nearest constraint that shards a value over mesh axes."""
@@ -168,12 +159,12 @@ class PossibleChanges:
         named += [u for u in self.graph.users(value) if u.shape == value.shape]
         named += [o for o in value.operands if o.shape and not o.argument and o.primitive]
         for near in named:
-            if any(near.dims) and not near.backward and len(near.shape) > 1 and not near.local:
+            if any(near.dims) and not near.backward and len(near.shape) > 1 and not near.manual:
                 yield near
 
     # Layouts of arguments
 
-    def fitting_layouts(self, *values: Value | None) -> list[LayoutChange]:
+    def fitting_layouts(self, *values: Value) -> list[LayoutChange]:
         """Changes of arguments around some values whose layout does not fit their uses.
 
         These are batches whose rows the constraints shard over other mesh axes, and parameters some
@@ -181,10 +172,9 @@ class PossibleChanges:
         """
         paths: dict[str, None] = {}
         for value in values:
-            if value is not None:
-                dims = (*value.dims, *value.contracted)
-                paths.update(dict.fromkeys((value.argument, value.gradient_of, value.update_of)))
-                paths.update(dict.fromkeys(d.argument for d in dims if d is not None))
+            dims = (*value.dims, *value.contracted)
+            paths.update(dict.fromkeys((value.argument, value.gradient_of, value.update_of)))
+            paths.update(dict.fromkeys(d.argument for d in dims if d is not None))
         rows = [self.layouts.rows[path] for path in paths if path in self.layouts.rows]
         found: list[LayoutChange] = []
         for row in rows:
@@ -230,9 +220,7 @@ class PossibleChanges:
         taken = {a for axes in found for a in axes}
         if _is_nameless(row):
             names = self.links.names_of(row.path, len(row.shape))
-            resolved = self.layouts.resolve(names, row.shape)
-            for number, dimension in enumerate(resolved):
-                axes = sharding_axes(dimension.mesh_axes)
+            for number, axes in enumerate(self.layouts.resolve(names, row.shape)):
                 if axes and not merged[number] and not taken & set(axes):
                     merged[number] = axes
                     taken |= set(axes)
@@ -305,9 +293,7 @@ class PossibleChanges:
         for number, (mine, theirs) in enumerate(zip(names, others, strict=True)):
             if mine and theirs and mine != theirs and theirs in names:
                 names[names.index(theirs)], names[number] = mine, theirs
-                resolved = self.layouts.resolve(names, row.shape)
-                layout = tuple(sharding_axes(d.mesh_axes) for d in resolved)
-                yield self._lay_out(row, layout, names)
+                yield self._lay_out(row, self.layouts.resolve(names, row.shape), names)
                 return
 
     def _lay_out(
@@ -367,6 +353,12 @@ def _constrain(value: Value, layout: Sequence[Axes], *, replaces: bool = False) 
         layout=tuple(layout),
         replaces=replaces,
     )
+
+
+def _exceeds(one: Layout, other: Layout, axes: Axes) -> bool:
+    """Whether a layout shards a dimension over some mesh axes over which another does not."""
+    pairs = zip(one or (), other or (), strict=True)
+    return any(set(mine) & set(axes) - set(theirs) for mine, theirs in pairs)
 
 
 def _kind(row: PlanRow) -> tuple[object, ...]:

@@ -6,7 +6,8 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-Axes = tuple[str, ...]
+from meshwright.jaxpr.values import Axes
+
 _MAX_RANK = 6  # arrays with more dimensions are not compared, because all orders are tried
 
 
@@ -67,7 +68,7 @@ def _exact_dimensions(
 
 def likely_axes(
     shards: Mapping[int, int],
-    preferred: Sequence[Sequence[Sequence[str]]],
+    preferred: Sequence[Axes],
     sizes: Mapping[str, int],
 ) -> tuple[Axes, ...]:
     """The mesh axes that probably shard each dimension, from the numbers of shards.
@@ -80,9 +81,9 @@ def likely_axes(
     found: list[Axes] = [()] * len(shards)
     free = {axis: n for axis, n in sizes.items() if n > 1}
     for dim, count in shards.items():
-        for axes in (*preferred[dim], *_choices(free)) if count > 1 else ():
+        for axes in (preferred[dim], *_choices(free)) if count > 1 else ():
             if set(axes) <= set(free) and math.prod(sizes[a] for a in axes) == count:
-                found[dim] = tuple(axes)
+                found[dim] = axes
                 free = {axis: n for axis, n in free.items() if axis not in axes}
                 break
     return tuple(found)

@@ -6,10 +6,9 @@ import collections
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from meshwright.causes.layouts import Axes
 from meshwright.jaxpr.naming import TracedValues
 from meshwright.jaxpr.primitives import CONSTRAINTS, MOVES
-from meshwright.jaxpr.values import Value
+from meshwright.jaxpr.values import Axes, Value
 
 _STEPS = 12  # how many operations away a constraint still matters
 

@@ -80,7 +80,7 @@ class Matcher:
             score += 6 * max(_agreement(stack, value.stack), _agreement(stack, value.loop))
             score += 4 if value.primitive in primitives or stacked else 0
             score += 2 if value.backward == backward else 0
-            score += min(len(value.scope & words), 8) / 2
+            score += min(len(value.place.words & words), 8) / 2
             score += 5 if self.is_shard(shape, value.shape, whole_along) else 0
             score += self._fit(shape, value)
             if score > best_score:

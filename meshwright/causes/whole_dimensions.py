@@ -18,14 +18,10 @@ _RUNNING = 'an operation over blocks of the dimension'
 _STEPS = 6  # the number of moves between two values that are looked at
 _WHOLE = {
     'gather': 'a one-hot product, such as jnp.sum(x * jax.nn.one_hot(indices, x.shape[-1]), -1)',
-    'sort': 'an operation that does not sort over a sharded dimension',
-    'top_k': 'an operation that does not sort over a sharded dimension',
+    **dict.fromkeys(['sort', 'top_k'], 'an operation that does not sort over a sharded dimension'),
     **dict.fromkeys(['cumsum', 'cumprod', 'cummax', 'cummin', 'cumlogsumexp', 'fft'], _RUNNING),
     'rev': 'an operation that does not reverse a sharded dimension',
-    'slice': _RESIZED,
-    'split': _RESIZED,
-    'pad': _RESIZED,
-    'concatenate': _RESIZED,
+    **dict.fromkeys(['slice', 'split', 'pad', 'concatenate'], _RESIZED),
 }
 
 

@@ -199,7 +199,7 @@ class _Naming:
         a parameter has its shape, up to the order of dimensions.
         """
         found = self._taken.get((value.stack, tuple(sorted(value.shape))), ())
-        near = [x for x in found if value.scope >= x.scope] or found
+        near = [x for x in found if value.place.words >= x.place.words] or found
         if not near:
             return
         parameter = near[0]

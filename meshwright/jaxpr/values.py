@@ -188,19 +188,9 @@ class Value:
         return self.place.lines
 
     @property
-    def scope(self) -> frozenset[str]:
-        """The words of the path of the operation."""
-        return self.place.words
-
-    @property
     def loop(self) -> tuple[str, ...]:
         """The 'file:line' of the loop that stacks this value, and of its callers; or ()."""
         return self.maker.place.lines if self.maker and self.maker.name == 'scan' else ()
-
-    @property
-    def local(self) -> bool:
-        """Whether its shape is the shape of one shard, inside of a shard_map."""
-        return bool(self.manual)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
