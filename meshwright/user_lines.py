@@ -10,20 +10,8 @@ from pathlib import Path
 from typing import Any
 
 # Packages whose lines say nothing about the program that calls them.
-_LIBRARIES = (
-    'jax',
-    'jaxlib',
-    'flax',
-    'optax',
-    'chex',
-    'numpy',
-    'einops',
-    'equinox',
-    'haiku',
-    'jaxtyping',
-    'absl',
-)
-_IN_LIBRARY = re.compile(rf'/(?:site|dist)-packages/(?:{"|".join(_LIBRARIES)})/')
+_LIBRARIES = 'jax|jaxlib|flax|optax|chex|numpy|einops|equinox|haiku|jaxtyping|absl'
+_IN_LIBRARY = re.compile(rf'/(?:site|dist)-packages/(?:{_LIBRARIES})/')
 _IN_JAX = re.compile(r'/(?:site|dist)-packages/(?:jax|jaxlib)/')
 _ROOT = f'{Path(__file__).parents[1]}/'
 _PLUMBING = (f'{_ROOT}meshwright/', f'{_ROOT}partitioning/')

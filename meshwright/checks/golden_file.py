@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from meshwright.report.figures import MEMORY, figure_of, sum_exchanges, verdict
+from meshwright.report.figures import MEMORY, Sent, figure_of, sum_exchanges, verdict
 from meshwright.report.forecasts import Forecast
 from partitioning.amounts import bytes_str, share_str
 from partitioning.plan.tables import shape_str, spec_or_padded_str
@@ -48,23 +48,6 @@ class Tolerances:
     peak: float = 0.01
     wire: float = 0.01
     count: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GoldenExchange:
-    """The exchanges of one kind over the same axes: their bytes, and how often they happen."""
-
-    kind: str
-    axes: tuple[str, ...]
-    network: str
-    bytes: int
-    count: int
-
-    @property
-    def name(self) -> str:
-        """The exchange for people: 'all-gather over fsdp (ici)'."""
-        axes = ' x '.join(self.axes) or 'unnamed axes'
-        return f'{self.kind} over {axes} ({self.network})'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +76,7 @@ class Golden:
     compiler: str
     fits: bool | None
     peak: int
-    collectives: tuple[GoldenExchange, ...]
+    collectives: tuple[Sent, ...]
     arrays: tuple[GoldenArray, ...]
 
 
@@ -110,14 +93,7 @@ def golden_of(forecast: Forecast) -> Golden:
         fits=forecast.fits,
         peak=peak,
         collectives=tuple(
-            GoldenExchange(
-                kind=sent.kind,
-                axes=sent.axes,
-                network=sent.network,
-                bytes=round(sent.nbytes),
-                count=sent.count,
-            )
-            for sent in sum_exchanges(forecast)
+            dataclasses.replace(sent, bytes=round(sent.bytes)) for sent in sum_exchanges(forecast)
         ),
         arrays=tuple(
             GoldenArray(
@@ -147,9 +123,9 @@ def compare_golden(golden: Golden, now: Golden, tolerances: Tolerances) -> list[
 
 
 def _compare_exchanges(
-    golden: Sequence[GoldenExchange], now: Sequence[GoldenExchange], tolerances: Tolerances
+    golden: Sequence[Sent], now: Sequence[Sent], tolerances: Tolerances
 ) -> Iterator[str]:
-    old, new = ({exchange.name: exchange for exchange in held} for held in (golden, now))
+    old, new = ({_name_of(sent): sent for sent in held} for held in (golden, now))
     for name in {**old, **new}:
         if name not in new:
             yield f'- {name}: {bytes_str(old[name].bytes)} in {old[name].count:,}'
@@ -181,6 +157,11 @@ def _compare_arrays(golden: Sequence[GoldenArray], now: Sequence[GoldenArray]) -
                 if getattr(old[path], field.name) != getattr(new[path], field.name)
             ]
             yield f'~ {path}: {"; ".join(changes)}'
+
+
+def _name_of(sent: Sent) -> str:
+    """The exchanges for people: 'all-gather over fsdp (ici)'."""
+    return f'{sent.kind} over {" x ".join(sent.axes) or "unnamed axes"} ({sent.network})'
 
 
 def _differs(before: float, after: float, tolerance: float) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.layouts import divide, layout_of
+from meshwright.jaxpr.primitives import names_in
 from meshwright.jaxpr.values import (
     TO_GLOBAL,
     TO_LOCAL,
@@ -25,15 +26,9 @@ _ADDED = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all')
 # These, and what jax calls the exchanges of a shard_map.
 KINDS = {
     **{kind: kind for kind in _ADDED},
-    'psum': 'all-reduce',
-    'psum2': 'all-reduce',
-    'psum_invariant': 'all-reduce',
-    'pmax': 'all-reduce',
-    'pmin': 'all-reduce',
-    'all_gather': 'all-gather',
-    'all_gather_invariant': 'all-gather',
-    'reduce_scatter': 'reduce-scatter',
-    'psum_scatter': 'reduce-scatter',
+    **dict.fromkeys(names_in('psum psum2 psum_invariant pmax pmin'), 'all-reduce'),
+    **dict.fromkeys(names_in('all_gather all_gather_invariant'), 'all-gather'),
+    **dict.fromkeys(names_in('reduce_scatter psum_scatter'), 'reduce-scatter'),
     'all_to_all': 'all-to-all',
     'ragged_all_to_all': 'ragged-all-to-all',
     'ppermute': 'collective-permute',

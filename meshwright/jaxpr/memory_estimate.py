@@ -27,22 +27,18 @@ class MemoryEstimate:
     Attributes:
       peak: the most memory that is in use at any time, arguments included.
       arguments: all arguments.
-      argument_bytes: each array of the arguments, in the order of their leaves.
       gradients: what the backward pass hands to the steps after it.
       activations: what the forward pass keeps for the backward pass.
       buffers: the arrays at the peak besides the arguments, the largest first.
       values: for each of these buffers, the value that it holds.
-      unknown: the primitives whose layout was guessed.
     """
 
     peak: int
     arguments: int
-    argument_bytes: tuple[int, ...]
     gradients: int
     activations: int
     buffers: tuple[LiveArray, ...]
     values: tuple[Value, ...]
-    unknown: tuple[str, ...]
 
 
 def estimate_memory(traced: TracedProgram, chip: Chip | None = None) -> MemoryEstimate:
@@ -59,7 +55,7 @@ def estimate_memory(traced: TracedProgram, chip: Chip | None = None) -> MemoryEs
     on_tpu = chip is not None and chip.platform == 'tpu'
     size_of = _sizes(traced, on_tpu)
     live = find_peak(traced.block, size_of, _donations(traced), fuses_products=on_tpu)
-    arguments = tuple(map(size_of, traced.block.inputs))
+    arguments = sum(map(size_of, traced.block.inputs))
     gradients, activations = find_kept(traced.block, traced.donated, size_of)
     buffers = join_equal(
         (
@@ -75,14 +71,12 @@ def estimate_memory(traced: TracedProgram, chip: Chip | None = None) -> MemoryEs
         for buffer in live
     )
     return MemoryEstimate(
-        peak=sum(arguments) + sum(buffer.nbytes for buffer in live),
-        arguments=sum(arguments),
-        argument_bytes=arguments,
+        peak=arguments + sum(buffer.nbytes for buffer in live),
+        arguments=arguments,
         gradients=gradients,
         activations=activations,
         buffers=tuple(array for array, _ in buffers),
         values=tuple(value for _, value in buffers),
-        unknown=traced.unknown,
     )
 
 

@@ -37,11 +37,6 @@ class TracedProgram:
     donated: tuple[bool, ...]
     unknown: tuple[str, ...]
 
-    @property
-    def argument_bytes(self) -> tuple[int, ...]:
-        """The bytes of each array of the arguments on a device, in the order of their leaves."""
-        return tuple(value.shard_bytes(self.axis_sizes) for value in self.block.inputs)
-
 
 def trace_function(
     partitioned: Any,

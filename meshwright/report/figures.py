@@ -99,16 +99,14 @@ class Sent:
       kind: the kind: 'all-gather'.
       axes: the mesh axes.
       network: 'ici' or 'dcn'.
-      nbytes: the bytes.
-      asynchronous: the bytes of exchanges that run while the device computes.
+      bytes: the bytes.
       count: how often such an exchange is executed.
     """
 
     kind: str
     axes: tuple[str, ...]
     network: str
-    nbytes: float
-    asynchronous: float
+    bytes: float
     count: int
 
 
@@ -163,8 +161,7 @@ def sum_exchanges(forecast: Forecast) -> tuple[Sent, ...]:
             kind=kind,
             axes=axes,
             network=network,
-            nbytes=sum(c.total_bytes for c in group),
-            asynchronous=sum(c.total_bytes for c in group if c.asynchronous),
+            bytes=sum(c.total_bytes for c in group),
             count=sum(c.count for c in group),
         )
         for (kind, axes, network), group in sorted(groups.items())
@@ -265,8 +262,9 @@ def _sent(forecast: Forecast) -> Iterator[Figure]:
     exchanges, origin = sum_exchanges(forecast), _origin(forecast)
     for label, size in sent_by_label(forecast, exchanges).items():
         yield Figure(SENT, label, size or None, 'bytes', origin, is_addend=True)
-    total = sum(sent.nbytes for sent in exchanges)
-    share = sum(sent.asynchronous for sent in exchanges) / total if total else None
+    total = sum(sent.bytes for sent in exchanges)
+    hidden = sum(c.total_bytes for c, _ in forecast.collectives if c.asynchronous)
+    share = hidden / total if total else None
     yield Figure(SENT, 'asynchronous', share if origin == 'compiler' else None, 'share', origin)
     is_known = exchanges or forecast.memory.temporaries is not None  # None without a program
     yield Figure(SENT, 'all', round(total) if is_known else None, 'bytes', origin)
@@ -277,9 +275,7 @@ def sent_by_label(forecast: Forecast, exchanges: Sequence[Sent]) -> Mapping[str,
     sums: dict[str, float] = collections.defaultdict(float)
     for sent in exchanges:
         over = f' over {", ".join(sent.axes)}' if sent.axes else ''
-        sums[f'{sent.kind}{over} ({network_name(forecast, sent.network, sent.axes)})'] += (
-            sent.nbytes
-        )
+        sums[f'{sent.kind}{over} ({network_name(forecast, sent.network, sent.axes)})'] += sent.bytes
     return sums
 
 

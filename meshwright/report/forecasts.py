@@ -93,13 +93,13 @@ class MemoryChange:
     Attributes:
       setting: what to write, such as "TransformerConfig.remat = 'full'".
       peak: the most memory of a device that is in use with it, in bytes.
-      fits: whether the device has that memory; None if the limit is not known.
+      fits: whether the device has that memory.
       peak_from: whether the peak is from the compiler, or by formula.
     """
 
     setting: str
     peak: int
-    fits: bool | None
+    fits: bool
     peak_from: Origin
 
 

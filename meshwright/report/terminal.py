@@ -7,7 +7,14 @@ from collections.abc import Iterator, Sequence
 
 from meshwright.causes import Cause
 from meshwright.program.collectives import Collective
-from meshwright.report.figures import MACHINE, heading, machine_name, source_name, table_rows
+from meshwright.report.figures import (
+    MACHINE,
+    heading,
+    machine_name,
+    source_name,
+    table_rows,
+    verdict,
+)
 from meshwright.report.forecasts import Forecast, Replicated
 from partitioning.amounts import bytes_str
 
@@ -154,8 +161,7 @@ def _buffers(forecast: Forecast) -> Iterator[str]:
 
 def _changes(forecast: Forecast) -> Iterator[str]:
     for change in forecast.changes:
-        fits = {True: 'fits', False: 'does not fit', None: ''}[change.fits]
-        figure = f'{bytes_str(change.peak)}, {fits}' if fits else bytes_str(change.peak)
+        figure = f'{bytes_str(change.peak)}, {verdict(change.fits)}'
         yield f'{change.setting}: {figure} ({source_name(change.peak_from, forecast)})'
 
 

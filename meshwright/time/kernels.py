@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.jaxpr.primitives import names_in
 from meshwright.jaxpr.values import Block, Step, Value, loop_counts
 from meshwright.jaxpr.writing_out import write_out
 from meshwright.time.work import KernelWork
@@ -223,6 +224,7 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda params, *arguments: function(*arguments)
 
 
+_KEEPING = names_in('copy name sharding_constraint optimization_barrier')
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     'add': _plain(np.add),
     'sub': _plain(np.subtract),
@@ -244,10 +246,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     'xor': _plain(np.bitwise_xor),
     'not': _plain(np.invert),
     'clamp': _plain(lambda low, x, high: np.clip(x, low, high)),
-    'copy': _plain(np.asarray),
-    'name': _plain(np.asarray),
-    'sharding_constraint': _plain(np.asarray),
-    'optimization_barrier': _plain(np.asarray),
+    **dict.fromkeys(_KEEPING, _plain(np.asarray)),
     'convert_element_type': lambda params, x: np.asarray(x).astype(params['new_dtype']),
     'squeeze': lambda params, x: np.squeeze(x, tuple(params['dimensions'])),
     'reshape': lambda params, x: np.reshape(x, params['new_sizes']),

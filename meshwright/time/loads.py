@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 
 from meshwright.program.collectives import Collective
@@ -11,7 +10,7 @@ from meshwright.time.work import Work
 from partitioning.hardware import CHIPS
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class ExchangeLoad:
     """The exchanges of one kind over the same mesh axes.
 
@@ -25,9 +24,9 @@ class ExchangeLoad:
 
     name: str
     slow: bool
-    seconds: float
-    count: int
-    hops: int
+    seconds: float = 0.0
+    count: int = 0
+    hops: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,17 +66,16 @@ def find_loads(work: Work, machine: Machine) -> Loads:
     peak, bandwidth = chip.peak_flops_per_device, chip.hbm_bandwidth / chip.devices
     on_tpus = machine.chip.platform == 'tpu'
     fast, between = ('ICI', 'DCN') if on_tpus else ('NVLink', 'network')
-    seconds: dict[tuple[str, bool], float] = collections.defaultdict(float)
-    counts: collections.Counter[tuple[str, bool]] = collections.Counter()
-    hops: collections.Counter[tuple[str, bool]] = collections.Counter()
+    exchanges: dict[str, ExchangeLoad] = {}
     for collective in work.collectives:
         links = links_of(collective, machine)
         slow = links.granules > 1
         axes = ', '.join(collective.axes) or f'{collective.group_size} devices'
-        key = f'{collective.kind} over {axes} ({between if slow else fast})', slow
-        seconds[key] += time_exchange(collective, links, machine) * collective.count
-        counts[key] += collective.count
-        hops[key] += links.hops * collective.count
+        name = f'{collective.kind} over {axes} ({between if slow else fast})'
+        load = exchanges.setdefault(name, ExchangeLoad(name=name, slow=slow))
+        load.seconds += time_exchange(collective, links, machine) * collective.count
+        load.count += collective.count
+        load.hops += links.hops * collective.count
     return Loads(
         chip=work.chip,
         products=work.matmul_flops / peak,
@@ -86,12 +84,7 @@ def find_loads(work: Work, machine: Machine) -> Loads:
         estimated_others=work.other_seconds,
         kernels=sum(kernel.flops for kernel in work.kernels) / peak,
         kernel_memory=sum(kernel.nbytes for kernel in work.kernels) / bandwidth,
-        exchanges=tuple(
-            ExchangeLoad(
-                name=key[0], slow=key[1], seconds=seconds[key], count=counts[key], hops=hops[key]
-            )
-            for key in seconds
-        ),
+        exchanges=tuple(exchanges.values()),
         host_bytes=work.host_bytes,
         num_granules=machine.num_granules,
         num_processes=machine.num_processes,

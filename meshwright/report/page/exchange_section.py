@@ -61,7 +61,7 @@ def _by_axis(forecast: Forecast) -> Html:
     for sent in exchanges:
         key = (network_name(forecast, sent.network, sent.axes), _axes(sent.axes))
         held = totals.setdefault(key, {})
-        held[sent.kind] = held.get(sent.kind, 0) + sent.nbytes
+        held[sent.kind] = held.get(sent.kind, 0) + sent.bytes
     kinds = sorted({sent.kind for sent in exchanges})
     most = max(sum(held.values()) for held in totals.values()) or 1.0
     drawn: list[Html] = []

@@ -88,7 +88,7 @@ def tiles(forecast: Forecast) -> Html:
     sums: dict[str, float] = {}
     for sent in sum_exchanges(forecast):
         name = network_name(forecast, sent.network, sent.axes)
-        sums[name] = sums.get(name, 0) + sent.nbytes
+        sums[name] = sums.get(name, 0) + sent.bytes
     networks = ', '.join(f'{name} {bytes_str(size)}' for name, size in sums.items())
     shown = [
         _tile(forecast, 'peak memory', MEMORY, 'peak', share),
