@@ -15,6 +15,7 @@ def start(folder, victim=None, **settings):
 @pytest.mark.parametrize(
     'victim, fault, code, line',
     [
+        (1, 'SIGKILL', 75, 'process 1 died, last seen at '),
         (1, 'exception', 1, 'process 1 failed: Fault'),
         (
             0,
