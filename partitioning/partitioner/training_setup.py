@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from partitioning.constraints import lay_out
 from partitioning.plan import InitProgram, Plan
@@ -47,7 +47,7 @@ def trace_init(
 
     # Over Explicit axes a result gets its layout from its inputs, so a state that is made from a
     # random key would be replicated. Therefore the program is traced and runs over Auto axes.
-    auto = mesh if {*mesh.axis_types} == {AxisType.Auto} else _over_auto_axes(mesh)
+    auto = mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     traced = jax.make_jaxpr(in_context(checked, auto, rules), return_shape=True)
     jaxpr, named = traced(*args)
     named = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), named)
@@ -82,14 +82,6 @@ def trace_init(
         return jax.device_put(state, plan.shardings)
 
     return named, InitProgram(jit_for, finish, named)
-
-
-def _over_auto_axes(mesh: Mesh) -> Mesh:
-    """The mesh with Auto axes; an AbstractMesh stays one."""
-    if isinstance(mesh, AbstractMesh):
-        types = (AxisType.Auto,) * len(mesh.axis_names)  # in jax 0.12 they are Explicit by default
-        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
-    return Mesh(mesh.devices, mesh.axis_names)
 
 
 def _array(x: Any) -> str:

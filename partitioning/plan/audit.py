@@ -324,8 +324,7 @@ def _more_than_even(row: PlanRow, mesh: MeshLike) -> int:
 
 def _why_replicated(row: PlanRow, mesh: MeshLike) -> str:
     """Why devices along some mesh axes hold the same part of an array."""
-    spec = (*boundary_spec(row.spec), *[None] * len(row.shape))
-    used = {axis for entry in spec for axis in sharding_axes(entry)}
+    used = {axis for entry in boundary_spec(row.spec) for axis in sharding_axes(entry)}
     free = [axis for axis, size in axis_sizes(mesh).items() if size > 1 and axis not in used]
     whys = []
     for dim, d in enumerate(row.dimensions):
