@@ -8,12 +8,12 @@ spec, because inside of it an array is already one shard along them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from partitioning.rules import (
     LogicalAxisRules,
@@ -27,7 +27,6 @@ from partitioning.rules import (
     drop_axes_of_names,
     fill_unconstrained,
     logical_to_mesh_axes,
-    manual_axes,
     padding_problems,
     sharding_axes,
     spec_str,
@@ -138,7 +137,7 @@ def activation_spec(
         from flax.core import spmd  # the context that linen models read; heavy, so not at import
 
         rules = spmd.get_logical_axis_rules()
-    manual = manual_axes(mesh)
+    manual = mesh.manual_axes
     if not rules:
         if manual == mesh.axis_names:
             return None
@@ -185,7 +184,7 @@ def lay_out(x: Any, spec: PartitionSpec | PaddedSpec | None, mesh: Mesh | None =
             with contextlib.suppress(ValueError):  # jax allows get_mesh only outside traces
                 here = jax.sharding.get_mesh()
                 over = around if here.empty else here
-    padded, manual = isinstance(spec, PaddedSpec), manual_axes(around)
+    padded, manual = isinstance(spec, PaddedSpec), around.manual_axes
     if not isinstance(spec, PartitionSpec | PaddedSpec | None):
         hint = 'write P(...), or None to replicate; `constrain` takes logical axis names'
         raise ValueError(f'{spec!r} is not a PartitionSpec: {hint}')
@@ -223,39 +222,28 @@ def _lay_out_traced(
     x: Any, spec: PartitionSpec, over: Mesh | AbstractMesh, around: AbstractMesh
 ) -> jax.Array:
     """`x` inside a trace, over a mesh whose Manual axes the spec does not name."""
-    kinds, now = {*over.axis_types}, jax.typeof(x).sharding.spec
-    if kinds == {AxisType.Auto}:
-        return jax.lax.with_sharding_constraint(
-            x, spec if over is around else NamedSharding(over, spec)
-        )
-    if kinds == {AxisType.Explicit}:
-        spec = fill_unconstrained(spec, dimension_axes(now, np.ndim(x)))
-        return jax.sharding.reshard(x, spec if over is around else NamedSharding(over, spec))
-    _check_mesh_is_set(over, around)
-    return _lay_out_by_type(x, spec, dict(zip(around.axis_names, around.axis_types, strict=True)))
-
-
-def _lay_out_by_type(x: Any, spec: PartitionSpec, types: Mapping[str, AxisType]) -> jax.Array:
-    """`x` inside a trace, over axes of several types."""
+    mesh = over
+    if len({*over.axis_types}) > 1:
+        _check_mesh_is_set(over, around)
+        mesh = around
     held = fill_unconstrained(spec, dimension_axes(jax.typeof(x).sharding.spec, np.ndim(x)))
     for axes in map(sharding_axes, held):
-        kinds = [types[axis] for axis in axes]
-        if AxisType.Auto in kinds and AxisType.Explicit in kinds[kinds.index(AxisType.Auto) :]:
+        are_auto = [axis in mesh.auto_axes for axis in axes]
+        if are_auto != sorted(are_auto):
             raise ValueError(
                 f'a dimension over mesh axes {axes} must name Explicit axes before Auto axes'
             )
-    explicit = tuple(axis for axis, kind in types.items() if kind == AxisType.Explicit)
-    over_explicit = drop_axes(held, types.keys() - {*explicit})
-    if not explicit:
-        return jax.lax.with_sharding_constraint(x, spec)
-    if AxisType.Auto not in types.values():
-        return jax.sharding.reshard(x, over_explicit)
+    if not mesh.explicit_axes:
+        on_mesh = spec if mesh is around else NamedSharding(mesh, spec)
+        return jax.lax.with_sharding_constraint(x, on_mesh)
+    if not mesh.auto_axes:
+        return jax.sharding.reshard(x, held if mesh is around else NamedSharding(mesh, held))
     # All axes are Auto for the constraint. Next to Explicit axes, jax would replicate UNCONSTRAINED
     # dimensions, and the batched dimension of a vmap, over the Auto axes.
     return jax.sharding.auto_axes(
         lambda x: jax.lax.with_sharding_constraint(x, spec),
-        axes=explicit,
-        out_sharding=over_explicit,
+        axes=mesh.explicit_axes,
+        out_sharding=drop_axes(held, {*mesh.auto_axes}),
     )(x)
 
 
@@ -295,7 +283,7 @@ def _pmap_explained(mesh: AbstractMesh) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if 'does not exist' not in str(error) or len(manual_axes(mesh)) < len(mesh.axis_names):
+        if 'does not exist' not in str(error) or not mesh.are_all_axes_manual:
             raise
         raise ValueError(
             f'{error} All axes of this mesh are Manual; if jax.pmap made it, write '

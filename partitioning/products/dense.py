@@ -16,7 +16,6 @@ from partitioning.rules import (
     LogicalAxisRules,
     drop_axes_of_names,
     free_axes,
-    manual_axes,
     resolve_axes,
     sharding_axes,
 )
@@ -128,7 +127,7 @@ def _axes_of_letters(
 ) -> dict[str, tuple[str, ...]]:
     """The mesh axes of more than one device that shard each dimension of an array."""
     # An array that cannot be sharded is an error where it is laid out. Here it shares no axes.
-    if manual := {*manual_axes(mesh)}:
+    if manual := {*mesh.manual_axes}:
         names, rules = drop_axes_of_names(names, rules, mesh, manual)
     resolved = resolve_axes(
         names, rules, mesh=mesh, shape=shape, on_unmatched='replicate', on_indivisible='replicate'

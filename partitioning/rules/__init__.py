@@ -62,7 +62,6 @@ from partitioning.rules.resolve import (
     free_axes as free_axes,
     largest_divisor as largest_divisor,
     logical_to_mesh_axes as logical_to_mesh_axes,
-    manual_axes as manual_axes,
     resolve_axes as resolve_axes,
     try_resolve as try_resolve,
 )

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from partitioning.rules.checks import (
     MeshAxes,
@@ -296,16 +296,9 @@ def largest_divisor(size: int, axes: tuple[str, ...], mesh: MeshLike) -> tuple[s
     return max(dividing, key=lambda subset: num_shards(subset, mesh))
 
 
-def manual_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The Manual axes of a mesh, in its order."""
-    typed = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(axis for axis, kind in typed if kind == AxisType.Manual)
-
-
 def free_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """The axes of a mesh that no surrounding `jax.shard_map` has made Manual, in its order."""
-    manual = manual_axes(mesh)
-    return tuple(axis for axis in mesh.axis_names if axis not in manual)
+    return tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
 
 
 def drop_axes(spec: PartitionSpec, dropped: Set[str]) -> PartitionSpec:

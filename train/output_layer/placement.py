@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax.core import spmd
 from jax.sharding import PartitionSpec
 
-from partitioning.rules import drop_axes_of_names, manual_axes, resolve_axes, sharding_axes
+from partitioning.rules import drop_axes_of_names, resolve_axes, sharding_axes
 
 Axes = tuple[str, ...]
 
@@ -71,7 +71,7 @@ def find_placement(
     mesh, rules = jax.sharding.get_abstract_mesh(), spmd.get_logical_axis_rules()
     if mesh.empty or not rules:
         return Placement()
-    manual = {*manual_axes(mesh)}
+    manual = {*mesh.manual_axes}
     sizes = {a: n for a, n in mesh.shape.items() if n > 1 and a not in manual}
 
     def resolve(names: Sequence[str], shape: Sequence[int]) -> list[Axes]:
