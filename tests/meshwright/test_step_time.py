@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from forecasts_by_hand import NOTHING
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh
 
 from meshwright import Collective
@@ -230,6 +230,7 @@ def test_parts_add_up(work):
     assert step.low < step.seconds < step.high
 
 
+@settings(max_examples=40)
 @given(work=works, factor=st.floats(1, 10))
 def test_more_work_is_never_faster(work, factor):
     least = estimate_step_time(work, pod()).seconds * (1 - 1e-9)

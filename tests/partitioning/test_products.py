@@ -68,7 +68,6 @@ def partitioned(function, sizes, rules=RULES, specs=SPECS, **settings):
 @pytest.mark.parametrize(
     'sizes',
     [
-        {'data': 8, 'model': 1},
         {'data': 4, 'model': 2},
         {'data': 1, 'model': 8},
         {'replica': 2, 'data': 2, 'model': 2},

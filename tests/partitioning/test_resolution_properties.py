@@ -131,14 +131,14 @@ reasons_under = functools.partial(under, resolve_axes)
 # a) The slow resolver.
 
 
-@settings(max_examples=500)
+@settings(max_examples=100)
 @given(lists_of_names('abcdef'), RULES)
 def test_specs_without_a_mesh_equal_those_of_the_slow_resolver(names, rules):
     spec = logical_to_mesh_axes(names, rules, on_unmatched='replicate')
     assert axes_of(spec) == slow_wanted(names, rules)
 
 
-@settings(max_examples=500)
+@settings(max_examples=100)
 @given(cases())
 def test_errors_occur_exactly_where_the_slow_resolver_has_one(case):
     indivisible = any(slow_indivisible(*case))
@@ -149,7 +149,7 @@ def test_errors_occur_exactly_where_the_slow_resolver_has_one(case):
             assert axes_of(spec) == slow_wanted(case.names, case.rules)
 
 
-@settings(max_examples=500)
+@settings(max_examples=100)
 @given(cases(), st.sampled_from(GIVE_WAY))
 @example(Case(('a',), [('a', ('x', 'y', 'z'))], {'x': 2, 'y': 2, 'z': 6}, (12,)), 'drop_axis')
 def test_policies_equal_those_of_the_slow_resolver(case, policy):
@@ -171,7 +171,7 @@ def test_policies_equal_those_of_the_slow_resolver(case, policy):
         assert axes_of(spec.inside) == wanted
 
 
-@settings(max_examples=500)
+@settings(max_examples=100)
 @given(cases())
 def test_the_first_problem_is_the_error_that_is_raised(case):
     _, problems = try_resolve(case.names, AxisRules(case.rules), mesh=case.mesh, shape=case.shape)
@@ -201,7 +201,7 @@ def test_a_name_on_two_dimensions_is_an_error_under_every_policy(case, data):
 # b) jax accepts the specs.
 
 
-@settings(max_examples=500)
+@settings(max_examples=100)
 @given(cases(), st.sampled_from(GIVE_WAY))
 def test_jax_accepts_the_spec(case, policy):
     spec = spec_under(case, policy)
@@ -221,7 +221,7 @@ def test_jax_accepts_the_spec(case, policy):
 # c) Every dimension has a coherent reason.
 
 
-@settings(max_examples=500)
+@settings(max_examples=100)
 @given(cases(), st.sampled_from(POLICIES))
 def test_every_rule_of_the_name_has_won_or_lost_and_policies_are_reported(case, policy):
     indivisible = slow_indivisible(*case)
@@ -240,7 +240,7 @@ def test_every_rule_of_the_name_has_won_or_lost_and_policies_are_reported(case, 
             assert bool(d.rule) == (policy == 'pad' or d.mesh_axes is not None)
 
 
-@settings(max_examples=500)
+@settings(max_examples=100)
 @given(cases())
 def test_winner_and_losers_are_all_rules_of_the_name(case):
     winners = slow_winners(case.names, case.rules)
@@ -262,7 +262,7 @@ def test_winner_and_losers_are_all_rules_of_the_name(case):
             assert any(repr(axis) in why and repr(name) in why for axis, name in holders)
 
 
-@settings(max_examples=500)
+@settings(max_examples=100)
 @given(cases(), st.sampled_from(GIVE_WAY))
 def test_fits_are_the_nearest_sizes_that_need_no_policy(case, policy):
     wanted = slow_wanted(case.names, case.rules)
@@ -289,7 +289,7 @@ def test_fits_are_the_nearest_sizes_that_need_no_policy(case, policy):
 # d) linen, where it has an answer.
 
 
-@settings(max_examples=500)
+@settings(max_examples=100)
 @given(cases(matched=True))
 def test_same_as_linen_where_all_sizes_divide(case):
     shape = (DIVISIBLE,) * len(case.names)

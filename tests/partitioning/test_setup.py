@@ -168,8 +168,13 @@ def assert_fixed_point(partitioner, step, state, *others):
     return result
 
 
-@AXIS_TYPES
-@pytest.mark.parametrize('program', PROGRAMS)
+@pytest.mark.parametrize(
+    'program, axis_type',
+    [
+        *((program, AxisType.Auto) for program in PROGRAMS),
+        *((program, AxisType.Explicit) for program in ('boxes', 'nnx modules')),
+    ],
+)
 def test_one_call_is_enough(program, axis_type, caplog):
     init, step, settings, name, shard = PROGRAMS[program]
     init, inits = counted(init)

@@ -53,7 +53,7 @@ REPLICATED = {  # arrays of more than 16 KiB of which 8 divides no dimension
 }
 
 
-@pytest.mark.parametrize('model', [1, 2, 8])
+@pytest.mark.parametrize('model', [2, 8])
 @pytest.mark.parametrize('name', MODELS)
 def test_devices_hold_an_even_share(name, model):
     parameters = MODELS[name]()

@@ -47,7 +47,7 @@ NAMES = {2: ('data', 'model'), 3: ('data', 'fsdp', 'model')}
 
 @functools.cache
 def create(name, shape):
-    return create_mesh(shape, NAMES[len(shape)], devices=described(name).devices)
+    return create_mesh(shape, NAMES[len(shape)], devices=described(name))
 
 
 def hops(name, grid):
