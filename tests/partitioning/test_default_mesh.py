@@ -9,7 +9,6 @@ from jax.sharding import AxisType
 from mock_devices import gpus, ids, sorted_ids, tpu_slices, tpus
 
 from partitioning import default_mesh, get_cpu_mesh
-from partitioning.mesh import MeshConfig
 
 pytestmark = pytest.mark.core
 
@@ -78,15 +77,6 @@ def test_replicas_are_slices(kind, bounds, cores, slices):
         assert {d.slice_index for d in mesh.devices[replica].flat} == {replica}
         assert ids(mesh)[replica] == (np.array(ids(mesh)[0]) + replica * each).tolist()
     assert ids(mesh)[0] == ids(default_mesh(4, devices=tpus(bounds, kind, cores)))
-
-
-def test_two_slices_without_ici_and_dcn_shapes():
-    """The axis 'replica' spans the slices, for num_partitions and for model_parallel_submesh."""
-    devices = tpu_slices(2, (2, 2, 2), 'TPU v4')
-    for choice in ({'num_partitions': 4}, {'model_parallel_submesh': (2, 2, 1, 1)}):
-        mesh = MeshConfig.from_t5x(**choice, devices=devices).build()
-        assert dict(mesh.shape) == {'replica': 2, 'data': 2, 'model': 4}
-        assert ids(mesh) == [[[0, 2, 1, 3], [4, 6, 5, 7]], [[8, 10, 9, 11], [12, 14, 13, 15]]]
 
 
 def test_some_of_the_slices():

@@ -4,9 +4,9 @@ import types
 
 import jax
 import pytest
-from mock_devices import MockDevice, cpus, gpus, tpu_slices, tpus
+from mock_devices import cpus, gpus, tpu_slices, tpus
 
-from partitioning import CHIPS, bounds_from_last_device, get_coords
+from partitioning import CHIPS
 from partitioning.hardware import chip_of, has_coords, num_slices, parse_topology, torus_wrap
 from partitioning.hardware.topology import from_cloud_name
 
@@ -14,14 +14,6 @@ pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 
 # Coordinates.
-
-
-def test_coordinates_without_a_torus(monkeypatch):
-    """They are the process and the number of the device in it."""
-    monkeypatch.setattr(jax, 'local_device_count', lambda: 8)
-    assert get_coords(MockDevice(9, 1)) == (1, 1)
-    monkeypatch.setattr(jax, 'local_device_count', lambda: 4)
-    assert bounds_from_last_device(MockDevice(3, 0)) == (1, 4)
 
 
 def test_only_tpus_have_coordinates():

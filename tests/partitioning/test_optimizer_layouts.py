@@ -7,14 +7,13 @@ import numpy as np
 import optax
 import pytest
 from boxed_states import by_path
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from optimized_states import (
     FACTORED,
     OPTIMIZERS,
     PARAMETERS,
     RULES,
     abstract_state,
-    initializer,
     partitioner_of_4_by_2,
 )
 
@@ -93,24 +92,6 @@ def test_every_statistic_follows_its_parameter(name):
     assert full_shapes == FULL_SHAPES[name]
 
 
-@pytest.mark.parametrize(
-    'statistic, path, expected',
-    [
-        ('v_row', 'table', P('data')),
-        ('v_col', 'table', P('model')),
-        ('v_row', 'layers/up', P(None, 'data')),
-        ('v_col', 'layers/up', P(None, 'model')),
-        ('v', 'layers/bias', P(None, 'model')),
-        ('v', 'table', P(None)),
-        ('v_row', 'layers/bias', P(None)),
-    ],
-)
-def test_adafactor(statistic, path, expected):
-    """Rows keep all dimensions but the largest, columns all but the second largest."""
-    specs = by_path(partitioner_of_4_by_2().get_mesh_axes(abstract_state('adafactor')))
-    assert [s for p, s in specs.items() if p.endswith(f'/{statistic}/{path}')] == [expected]
-
-
 def test_adafactor_of_a_square():
     """Shapes decide nothing here, so see which statistic varies with the rows of the gradient."""
     tx = optax.adafactor(1e-3, **FACTORED)
@@ -125,15 +106,6 @@ def test_adafactor_of_a_square():
     for path, statistic in vectors.items():
         varies_with_rows = float(np.ptp(statistic)) > 0
         assert specs[f'opt_state/{path}'] == (P('data') if varies_with_rows else P('model'))
-
-
-def test_jit_takes_the_shardings():
-    """The tree of shardings fits a function that returns boxes."""
-    shardings = partitioner_of_4_by_2().resolve(abstract_state('adafactor')).shardings
-    assert all(isinstance(s, NamedSharding) for s in jax.tree.leaves(shardings))
-    init = initializer(OPTIMIZERS['adafactor']())
-    lowered = jax.jit(init, out_shardings=shardings).lower(jax.random.key(0))
-    assert lowered.out_info['step'].shape == ()
 
 
 @pytest.mark.parametrize(

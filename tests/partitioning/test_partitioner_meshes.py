@@ -1,12 +1,10 @@
 """Partitioners on meshes with several slices, other axis names and other axis types."""
 
-import dataclasses
-
 import flax.linen as nn
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from mock_devices import gpus, ids, tpu_slices, tpus
+from mock_devices import tpu_slices, tpus
 
 from partitioning import (
     MeshConfig,
@@ -161,15 +159,3 @@ def test_names_without_data():
     base = BasePjitPartitioner(mesh=MeshConfig(axes={'date': -1, 'model': 2}))
     with pytest.raises(ValueError, match=r"'data'.* date 4 x model 2.*'date'"):
         base.data_mesh_size  # noqa: B018
-
-
-# Types and granules.
-
-
-def test_granule_size():
-    """The model axis gets three GPUs of one NVLink network instead of one from each host."""
-    config = MeshConfig(axes={'data': -1, 'model': 3}, devices=gpus(4, 3))
-    alone = PjitPartitioner(mesh=config)
-    assert ids(alone.mesh)[0] == [0, 4, 8]
-    joined = PjitPartitioner(mesh=dataclasses.replace(config, granule_size=12))
-    assert ids(joined.mesh) == np.arange(12).reshape(4, 3).tolist()

@@ -4,7 +4,6 @@ import copy
 import pickle
 
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
 from boxed_states import abstract_box as box, padded
@@ -192,30 +191,3 @@ def test_policies_of_the_optimizer_rules(of_optimizer):
 
 
 # The cost is the bytes on one device, minus an even share of the array.
-
-
-@pytest.mark.parametrize(
-    'array, held, cost',
-    [  # bytes of one device under replicate, drop_axis and pad
-        (
-            box((16, 7), 'embed', 'mlp'),
-            (112, 112, 112),
-            (56, 56, 56),
-        ),  # 448; a share is 56
-        (box((14, 8), 'embed', 'mlp'), (224, 224, 224), (168, 168, 168)),
-        (box((12,), 'both'), (48, 12, 48), (42, 6, 42)),
-        (
-            box((12,), 'both', dtype=jnp.int8),
-            (12, 3, 12),
-            (10, 1, 10),
-        ),  # a share is 2, not 1.5
-        (box((5, 3), 'both', None), (60, 60, 60), (52, 52, 52)),  # and 8, not 7.5
-        (box((16, 8), 'embed', 'mlp'), (64, 64, 64), (0, 0, 0)),
-    ],
-)
-def test_cost_of_a_policy(array, held, cost):
-    for policy, holds, costs in zip(('replicate', 'drop_axis', 'pad'), held, cost, strict=True):
-        audit = partitioner_of(policy=policy).audit({'w': array})
-        (row,) = audit.rows
-        assert row.bytes_per_device == holds
-        assert [(c.row, c.bytes_per_device) for c in audit.policies] == [(row, costs)] * (costs > 0)

@@ -131,15 +131,6 @@ def test_static_arguments_before_padded_ones(static):
     assert dot_shapes(fn.lower(2, W, X)) == {(2, 4)}
 
 
-def test_padding_stays_if_a_static_argument_is_left_out():
-    """A shorter call has no argument at the static position."""
-    fn = partitioner_of(MODEL_RULES, 'pad').partition(
-        lambda x, w, scale=1: x @ w * scale, (P('data'), PADDED), None, static_argnums=2
-    )
-    assert dot_shapes(fn.lower(X, W, 1)) == {(2, 4)}
-    assert dot_shapes(fn.lower(X, W)) == {(2, 4)}
-
-
 def test_chunks_of_a_padded_array_are_those_of_its_outside():
     """Checkpoints contain the array without padding."""
     partitioner = partitioner_of(MODEL_RULES, 'pad')

@@ -33,12 +33,6 @@ def test_a_sharder(model):
     } == specs
 
 
-def test_a_sharder_of_one_parameter():
-    resolved = resolve({'fc1/kernel': ByData()})
-    assert resolved['fc1/kernel'].spec == P('data', None)
-    assert resolved['fc1/bias'].spec == P(None)
-
-
 def test_a_sharder_may_return_another_structure():
     def halves(module, mesh):
         kernel = module['kernel']

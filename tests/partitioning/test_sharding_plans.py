@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
 from planned_models import (
     ENTRIES,
@@ -231,34 +230,3 @@ def test_the_rules_of_a_box_come_first():
     )
     assert by_rules['params']['w'] == P('model', None)
     assert resolve({}, {'w': box}, rules=rules)['w'].spec == P('model', None)
-
-
-SIZES = st.sampled_from([0, 1, 2, 4, 8, 24])
-
-
-@st.composite
-def specs_and_shapes(draw):
-    """A shape, and a spec that divides it."""
-    axes = draw(st.permutations(['data', 'one', 'model']))
-    shape, entries = [], []
-    for _ in range(draw(st.integers(0, 3))):
-        taken = tuple(axes.pop() for _ in range(draw(st.integers(0, min(2, len(axes))))))
-        shards = int(np.prod([ONE.shape[a] for a in taken]))
-        size = draw(SIZES)
-        shape.append(size if size % shards == 0 else size * shards)
-        entries.append(
-            draw(st.sampled_from([taken, taken[0]])) if len(taken) == 1 else taken or None
-        )
-    return tuple(shape), P(*entries)
-
-
-@settings(max_examples=50)
-@given(specs_and_shapes(), st.sampled_from(['float32', 'bfloat16', 'int8']))
-def test_rows_agree_with_jax(shape_and_spec, dtype):
-    shape, spec = shape_and_spec
-    row = resolve({'w': spec}, {'w': jax.ShapeDtypeStruct(shape, dtype)}, ONE)['w']
-    sharding = NamedSharding(ONE, spec)
-    assert row.shard_shape == sharding.shard_shape(shape)
-    assert row.bytes_per_device == int(np.prod(row.shard_shape)) * jnp.dtype(dtype).itemsize
-    assert NamedSharding(ONE, row.spec).is_equivalent_to(sharding, len(shape))
-    assert len(row.spec) == len(shape)

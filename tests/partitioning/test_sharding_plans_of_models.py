@@ -60,25 +60,6 @@ def test_boxes_that_name_mesh_axes_need_no_rules():
     assert ShardingPlan({}).resolve(tree, MESH)['w'].spec == P('data', 'model')
 
 
-def test_a_plan_of_a_model_drives_model_and_optimizer():
-    model = nnx.eval_shape(lambda: Normed(nnx.Rngs(0)))
-    plan = ShardingPlan({'fc/kernel': P(None, 'model')}).resolve(model, MESH)
-
-    def init():
-        model = Normed(nnx.Rngs(0))
-        return nnx.state((model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)))
-
-    state = PjitPartitioner(mesh=MESH, plan=plan).init(init)
-    over_model = NamedSharding(MESH, P(None, 'model'))
-    kernels = [
-        x
-        for path, x in jax.tree_util.tree_leaves_with_path(state)
-        if 'kernel' in str(path) and x.ndim == 2
-    ]
-    assert len(kernels) == 3, 'of the model, and both moments'
-    assert all(x.sharding.is_equivalent_to(over_model, 2) for x in kernels)
-
-
 def test_a_plan_needs_no_rules_for_the_axes_it_uses():
     mesh = create_mesh((4, 2), ('x', 'y'))
     state = TrainState.create({'w': jnp.ones((8, 8))}, optax.sgd(0.1))

@@ -30,14 +30,6 @@ def _partitioner():
 # Missing and wrong names.
 
 
-def test_a_parameter_without_names_among_others(partitioner):
-    """Without the error it would be replicated silently."""
-    boxed = nn.LogicallyPartitioned(jnp.zeros((8, 8)), ('embed', 'mlp'))
-    state = {'params': {'dense': {'kernel': boxed, 'other': jnp.zeros((8, 8))}}}
-    with pytest.raises(ValueError, match='params/dense/other'):
-        partitioner.get_mesh_axes(state)
-
-
 @pytest.mark.parametrize('names', [('layers', 'embed', 'mlp'), ()])
 def test_names_of_the_wrong_rank(partitioner, names):
     box = nn.LogicallyPartitioned(jnp.zeros((8, 8)), names)

@@ -273,7 +273,7 @@ def test_appended_rules_keep_the_policies():
     assert first[0] == ('classes', 'model')
 
 
-# scenic: a text head with param_with_axes.
+# flaxformer: metadata of mutable variables, and of layers under vmap.
 
 
 class Head(nn.Module):
@@ -283,23 +283,6 @@ class Head(nn.Module):
             'kernel', nn.initializers.normal(0.1), (8, 4), axes=('embed', 'mlp')
         )
         return flax_partitioning.with_sharding_constraint(x @ kernel, ('batch', 'mlp'))
-
-
-def test_scenic(partitioner):
-    rows = np.ones((4, 8), np.float32)
-    variables = jax.eval_shape(Head().init, jax.random.key(0), rows)
-    axes = partitioner.get_mesh_axes(TrainState.create(variables, optax.set_to_zero()))
-    init = partitioner.partition(lambda key: Head().init(key, rows)['params'], (None,), axes.params)
-    params = init(jax.random.key(0))
-    assert params['kernel'].sharding == NamedSharding(partitioner.mesh, P(None, 'model'))
-    apply = partitioner.partition(
-        lambda params, x: Head().apply({'params': params}, x), (axes.params, P('data')), P('data')
-    )
-    kernel = Head().init(jax.random.key(0), rows)['params']['kernel']
-    np.testing.assert_allclose(apply(params, rows), rows @ kernel, rtol=1e-5)
-
-
-# flaxformer: metadata of mutable variables, and of layers under vmap.
 
 
 class Counter(nn.Module):

@@ -26,14 +26,6 @@ def test_the_order_of_the_device_list_does_not_matter():
         )
 
 
-@pytest.mark.parametrize(
-    'submesh', [(3, 1, 1, 1), (4, 1, 1, 1), (0, 1, 1, 1), (1, 2), (8, 1, 1, 2)]
-)
-def test_submeshes_that_do_not_fit(submesh):
-    with pytest.raises(ValueError, match='model_parallel_submesh'):
-        get_mesh(submesh, v3_4x4())
-
-
 def test_devices_that_do_not_fill_their_box():
     with pytest.raises(ValueError, match=r'30 devices .*\(4, 4, 1, 2\) \(32 devices\)'):
         get_mesh((2, 1, 1, 2), v3_4x4()[2:])

@@ -5,14 +5,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from boxed_states import KEY, XY, OneArray, of_xy, ones, partitioner_of
+from boxed_states import KEY, XY, of_xy, partitioner_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from partitioning import (
     LogicallyPartitioned,
     Partitioned,
     create_mesh,
-    global_mesh_defined,
     unbox,
     with_partitioning,
     with_sharding_constraint,
@@ -117,15 +116,6 @@ def test_B9_outside_of_programs(axis_type):
                 nn.Partitioned(p.value, p.names).unbox()
 
 
-@pytest.mark.filterwarnings('ignore::DeprecationWarning')
-def test_B9_the_deprecated_mesh_context():
-    """Under `with mesh:` flax's boxes silently constrain nothing, because they see no mesh."""
-    with XY:
-        laid_out = jax.jit(nn.Partitioned.unbox)(nn.Partitioned(jnp.zeros((8, 4)), ('x', 'y')))
-        assert not global_mesh_defined()
-    assert len(laid_out.sharding.device_set) == 1
-
-
 @ON_BOTH
 def test_B9_the_mesh_of_a_box(axis_type):
     mesh = mesh_of(axis_type)
@@ -163,30 +153,6 @@ def test_B10_the_example_by_hand(axis_type):
         assert kernel.sharding == NamedSharding(mesh, P('data', 'model'))
         y, _ = jax.jit(mlp.apply)(variables, jax.device_put(X, NamedSharding(mesh, P('data'))))
     np.testing.assert_allclose(y, alone(variables['params']), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.filterwarnings('ignore::DeprecationWarning')
-def test_B10_the_example_as_it_was_written():
-    """`mesh(pjit(init))` shards nothing: each device that it uses holds the whole kernel.
-
-    Over Explicit axes, the default of jax, flax's boxes fail and ours do not.
-    """
-    from jax.experimental.pjit import pjit  # deprecated, and says so where it is imported
-
-    kernel = nn.with_partitioning(ones, ('data', 'model'))
-    mesh = create_mesh((4, 2), ('data', 'model'))
-    for jit in (pjit, jax.jit):
-        made = mesh(jit(OneArray(kernel).init))(KEY)['params']['w'].value
-        assert made.sharding.shard_shape((8, 8)) == (8, 8)
-    with jax.set_mesh(mesh):
-        sharding = nn.get_sharding(jax.eval_shape(OneArray(kernel).init, KEY), mesh)
-        made = jax.jit(OneArray(kernel).init, out_shardings=sharding)(KEY)['params']['w'].value
-    assert made.sharding.shard_shape((8, 8)) == (2, 4)
-    ours = with_partitioning(ones, ('data', 'model'))
-    with jax.set_mesh(jax.make_mesh((4, 2), ('data', 'model'), (AxisType.Explicit,) * 2)):
-        with pytest.raises(AssertionError, match='acts as an assert'):
-            jax.jit(lambda: kernel(KEY, (8, 4)).unbox())()
-        assert jax.jit(lambda: ours(KEY, (8, 4)).unbox())().sharding.spec == P('data', 'model')
 
 
 @ON_BOTH

@@ -1,6 +1,5 @@
 """T5X's standard rules, the train states that they lay out, and partitioned functions."""
 
-import importlib
 import itertools
 
 import flax.linen as nn
@@ -16,7 +15,6 @@ from partitioning import (
     AxisNames,
     PjitPartitioner,
     TrainState,
-    default_mesh,
     global_mesh_defined,
     logical_to_mesh_axes,
     standard_logical_axis_rules,
@@ -184,17 +182,3 @@ def test_E19_constraints_hold_on_cpu():
             jnp.zeros((8, 8))
         )
     assert x.sharding.spec == P('data', 'model')
-
-
-@pytest.mark.filterwarnings('ignore::DeprecationWarning')
-def test_E19_jax_no_longer_has_what_t5x_needs():
-    """T5X's own partitioning does not run on today's jax: the modules it imports are gone."""
-    with pytest.raises(ModuleNotFoundError, match=r'jax\.experimental\.maps'):
-        importlib.import_module('jax.experimental.maps')
-    with pytest.raises(AttributeError, match='tree_map'):
-        _ = jax.tree_map
-    mesh, x = default_mesh(2), jnp.zeros((8, 8))
-    with mesh:
-        assert not global_mesh_defined()
-        with pytest.raises(RuntimeError, match='jit requires a non-empty mesh in context'):
-            jax.jit(lambda x: x, in_shardings=P('data'))(x)
