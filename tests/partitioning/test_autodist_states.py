@@ -259,3 +259,25 @@ def test_errors_of_workers_are_laid_out_by_worker():
     assert plan.specs['opt_state'][0].error['emb'] == P('data', None, None)
     with pytest.raises(ValueError, match=r"4 workers.*'model'.*model 2"):
         VariablePartitioner(mesh, mesh_axis='model').apply(state, AllReduce())
+
+
+def test_errors_of_padded_parameters_are_padded():
+    """They have the layout of the parameter, except along the axis of the workers."""
+    mesh = mesh_of(4, 2)
+    tx = compress_gradients(error_feedback=True, axis_name='data', mesh=mesh)
+    params = {'emb': jnp.arange(18.0).reshape(9, 2), 'even': jnp.ones((8, 2))}
+    state = {'params': params, 'opt_state': tx.init(params)}
+    partitioner = VariablePartitioner(mesh, on_indivisible='pad')
+    _, plan = partitioner.apply(state, PartitionedPS(mesh_axis='data'))
+    assert plan['opt_state/error/emb'].spec == P('data', None, None)
+    state, plan = partitioner.apply(state, PartitionedPS(mesh_axis='model'))
+    assert plan['opt_state/error/emb'].spec == PaddedSpec(
+        P('data', None, None), P('data', 'model', None)
+    )
+    assert plan['opt_state/error/even'].spec == P('data', 'model', None)
+    assert plan['opt_state/error/emb'].shard_shape == (1, 9, 2)
+    run = PjitPartitioner(mesh=mesh).partition(
+        lambda state: jax.tree.map(lambda x: x + 1, state), (plan.specs,), plan.specs
+    )
+    assert 'f32[1,5,2]' in run.lower(state).compile().as_text()  # of 9 rows over 2
+    np.testing.assert_array_equal(run(state)['opt_state'].error['emb'], np.ones((4, 9, 2)))
