@@ -24,9 +24,9 @@ PIP := -m pip install --quiet --disable-pip-version-check
 quickstart: $(VENV)/.train
 	$(VENV)/bin/meshwright train quickstart --gin.MODEL_DIR="'$(MODEL_DIR)'"
 
-# Two workers: more would take the cores that tests with several processes need.
+# Three workers for two cores: tests that start processes wait for them most of the time.
 test: lint
-	$(DEV)/bin/python -m pytest -n 2 --dist worksteal --durations=20 $(PYTEST_ARGS)
+	$(DEV)/bin/python -m pytest -n 3 --dist worksteal --durations=20 $(PYTEST_ARGS)
 
 # It can be stopped and started again: it does what the file of results lacks.
 test-processes: $(DEV)/.dev
