@@ -292,7 +292,7 @@ def table(results: dict[str, Any]) -> str:
         if 'fault' in result:
             counted = {**result, 'cases': not result.get('harmless')}
             for kind in (result['fault']['kind'], 'all'):
-                rows[kind].update({name: counted.get(name, 0) for name in columns})
+                rows[kind].update({name: int(counted.get(name, 0)) for name in columns})
     lines = [f'| fault | {" | ".join(columns)} |', '|---|---|---|---|---|---|']
     for kind in sorted(rows, key=lambda kind: (kind == 'all', kind)):
         counts = ' | '.join(str(rows[kind][name]) for name in columns)
