@@ -49,7 +49,7 @@ def measure(name: str) -> dict[str, Any]:
     load_config(KNOWN[name].files, KNOWN[name].all_bindings)
     config = find_config()
     planned = plan_step(config)
-    made = forecast(config.partitioner, planned.step, *planned.arguments)
+    made = forecast(planned.step, *planned.arguments)
     used = resource.getrusage(resource.RUSAGE_SELF)
     held = made.as_dict()
     del held['compilation']

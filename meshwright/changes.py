@@ -11,10 +11,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from meshwright.calls.call import Call
 from meshwright.calls.compiling import Progress
-from meshwright.calls.held import HeldArray, batch_axes
-from meshwright.calls.moving import move_arguments, move_function, move_partitioner
-from meshwright.calls.partitioned import Call
+from meshwright.calls.held import HeldArray
 from meshwright.jaxpr import estimate_memory, lay_out_trace
 from meshwright.report.forecasts import MemoryChange
 from partitioning.hardware import Chip
@@ -66,7 +65,7 @@ def rank_changes(
                 compile_peak is not None
                 and not confirmed
                 and peak <= limit
-                and isinstance(call.partitioner.mesh, Mesh)
+                and isinstance(call.mesh, Mesh)
             )
             if compile_peak is not None and compiled:
                 peak = compile_peak(call)
@@ -84,8 +83,7 @@ def rank_changes(
 
 def analytic_peak(call: Call, chip: Chip | None) -> int:
     """The most memory that a call has in use on a device, by formula, in bytes."""
-    traced = call.fn.trace(*call.args)
-    return estimate_memory(lay_out_trace(traced, call.args, call.partitioner.mesh), chip).peak
+    return estimate_memory(lay_out_trace(call.trace(), call.mesh), chip).peak
 
 
 def list_general_changes(
@@ -106,7 +104,7 @@ def list_general_changes(
     state = sum(array.nbytes for array in held if array.role != 'batch')
     if state + gradients <= limit:
         yield from _first_that_fits(_smaller_batches(call, held), chip, limit)
-    axes = batch_axes(call.partitioner)[:1]
+    axes = call.batch_axes[:1]
     specs = [boundary_spec(array.row.spec) for array in held if array.role != 'batch']
     becomes_smaller = any(a in sharding_axes(entry) for a in axes for s in specs for entry in s)
     if state + gradients <= limit or becomes_smaller:
@@ -143,7 +141,7 @@ def _smaller_batches(call: Call, held: Sequence[HeldArray]) -> Iterator[SettingC
         return
     (count,) = rows
     names = {array.row.path.split('/')[0] for array in held if array.role == 'batch'}
-    shards = num_shards(batch_axes(call.partitioner), call.partitioner.mesh)
+    shards = num_shards(call.batch_axes, call.mesh)
     for halvings in range(1, _MOST_DOUBLINGS + 1):
         smaller, rest = divmod(count, 2**halvings)
         if rest or smaller < shards or smaller % shards:
@@ -163,14 +161,13 @@ def _with_rows(call: Call, names: set[str], count: int, smaller: int) -> Call:
         shape = (smaller, *x.shape[1:])
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=getattr(x, 'sharding', None))
 
-    name = call.boundary.arguments.name
-    args = [jax.tree.map(cut, x) if name(i) in names else x for i, x in enumerate(call.args)]
-    return dataclasses.replace(call, args=tuple(args))
+    named = [(call.argument_name(i), x) for i, x in enumerate(call.args)]
+    return call.with_args(tuple(jax.tree.map(cut, x) if name in names else x for name, x in named))
 
 
 def _more_devices(call: Call) -> Iterator[SettingChange]:
     """Meshes with twice as many devices along the first axis of the batch, and so on."""
-    mesh, axes = call.partitioner.mesh, batch_axes(call.partitioner)
+    mesh, axes = call.mesh, call.batch_axes
     if not axes:
         return
     for doublings in range(1, _MOST_DOUBLINGS + 1):
@@ -180,11 +177,9 @@ def _more_devices(call: Call) -> Iterator[SettingChange]:
         shown = ' x '.join(f'{axis} {n}' for axis, n in sizes.items() if n > 1)
         yield SettingChange(
             f'{mesh.size * 2**doublings:,} devices in place of {mesh.size:,}: {shown}',
-            functools.partial(_on, call, mesh, larger),
+            functools.partial(_on, call, larger),
         )
 
 
-def _on(call: Call, mesh: Mesh, larger: AbstractMesh) -> Call:
-    moved: Any = move_partitioner(call.partitioner, larger)  # type: ignore[arg-type]
-    fn = move_function(moved, call.fn, mesh, with_options=False)
-    return Call(moved, fn, move_arguments(call.args, larger))  # type: ignore[arg-type]
+def _on(call: Call, larger: AbstractMesh) -> Call:
+    return call.on(larger, with_options=False)  # type: ignore[arg-type]

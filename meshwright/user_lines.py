@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 # Packages whose lines say nothing about the program that calls them.
-_LIBRARIES = 'jax|jaxlib|flax|optax|chex|numpy|einops|equinox|haiku|jaxtyping|absl'
+_LIBRARIES = 'jax|jaxlib|flax|optax|chex|numpy|einops|equinox|haiku|keras|jaxtyping|absl'
 _IN_LIBRARY = re.compile(rf'/(?:site|dist)-packages/(?:{_LIBRARIES})/')
 _IN_JAX = re.compile(r'/(?:site|dist)-packages/(?:jax|jaxlib)/')
 _ROOT = f'{Path(__file__).parents[1]}/'

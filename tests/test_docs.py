@@ -144,6 +144,8 @@ def check_meshwright(*words):
     if words[0] == 'launch':
         words, run = words[: words.index('--')], words[words.index('--') + 1 :]
         check_meshwright(*(run if run[0] in launch.COMMANDS else ['train', *run]))
+    if words[0] == 'dry':  # behind the dashes is the user's command
+        words = words[: words.index('--')]
     names, rest = [word for word in words if not word.startswith('-')], words[1:]
     flags = {word.split('=')[0] for word in words if word.startswith('--')} - {'--help'}
     known = flags_in_help(*names[: 2 if names[0] in ('plan', 'checkpoint') else 1])

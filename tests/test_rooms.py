@@ -28,14 +28,14 @@ FLOORS = {
         {'compat'},
     ],
     'meshwright': [
-        {'live_buffers', 'user_lines'},
+        {'jax_private', 'live_buffers', 'user_lines'},
         {'program'},
         {'calls', 'jaxpr'},
         {'causes', 'time'},
         {'report'},
-        {'changes'},
+        {'changes', 'describing'},
         {'forecasting'},
-        {'checks'},
+        {'checks', 'dry'},
     ],
     'train': [
         {'errors'},

@@ -9,13 +9,13 @@ import re
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from meshwright.calls.partitioned import PartitionedLike
+from meshwright.jax_private import TracedCall
 from partitioning.hardware import OptionValue, check_options
 from partitioning.hardware.compilers import OutOfMemoryError, own_compiler_errors
 from partitioning.rules import MeshLike
@@ -46,10 +46,10 @@ class Program:
       warnings: the warnings of the compiler, each once.
     """
 
-    traced: jax.stages.Traced
-    compiled: jax.stages.Compiled | None
-    out_of_memory: OutOfMemoryError | None
-    warnings: tuple[str, ...]
+    traced: TracedCall
+    compiled: jax.stages.Compiled | None = None
+    out_of_memory: OutOfMemoryError | None = None
+    warnings: tuple[str, ...] = ()
 
 
 @contextlib.contextmanager
@@ -78,18 +78,13 @@ def peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def trace(fn: PartitionedLike, args: Sequence[Any]) -> Program:
-    """Traces a partitioned function without compiling it."""
-    return Program(traced=fn.trace(*args), compiled=None, out_of_memory=None, warnings=())
-
-
 def compile_traced(
     program: Program, name: str, mesh: MeshLike, options: Mapping[str, OptionValue] | None
 ) -> Program:
     """Compiles a traced function.
 
     Args:
-      program: what `trace` returned.
+      program: the traced function.
       name: the name of the function, for messages.
       mesh: the mesh.
       options: compiler options in addition to the function's own.

@@ -32,6 +32,11 @@ ROLES: tuple[ArgumentRole, ...] = get_args(ArgumentRole)
 _PARAMETERS = {'params', 'parameters', 'param', 'target', 'weights', 'variables'}
 _OPTIMIZER = {'opt_state', 'param_states', 'optimizer', 'optimizer_state', 'opt'}
 _BATCH = {'batch', 'inputs', 'examples', 'data', 'minibatch', 'tokens', 'microbatch'}
+_BATCHES = (('x',), ('y',), ('labels',), ('targets',), ('images',))
+# The usual names in functions that no partitioner knows.
+_MOMENTS = {'mu', 'nu', 'momentum', 'trace'}
+_MODELS = {'model', 'state'}
+_LEAVES = {'kernel', 'bias', 'scale', 'embedding', 'weight', 'w', 'b'}
 _ON_HOST = ('pinned_host', 'unpinned_host')
 
 
@@ -52,7 +57,10 @@ class HeldArray:
 
 
 def find_held(
-    boundary: BoundaryLike, args: Sequence[Any], partitioner: PartitionerLike
+    boundary: BoundaryLike,
+    args: Sequence[Any],
+    partitioner: PartitionerLike,
+    data_axes: tuple[str, ...],
 ) -> tuple[HeldArray, ...]:
     """Lists the arrays of the arguments of a function.
 
@@ -60,11 +68,11 @@ def find_held(
       boundary: the arguments of the function, with their layouts.
       args: the arguments of a call, abstract or not.
       partitioner: the partitioner that knows the names of states.
+      data_axes: the mesh axes of the batch.
 
     Raises:
       TreeMismatchError: if the arguments do not have the structure of their layouts.
     """
-    data_axes = batch_axes(partitioner)
     return tuple(
         array
         for argument in boundary.dynamic(args)
@@ -172,6 +180,20 @@ def _role(name: str, path: Sequence[str], known: PlanRow | None) -> ArgumentRole
     return 'parameters' if known is None and parts & _PARAMETERS else 'other'
 
 
+def named_role(path: Sequence[str], x: Any) -> ArgumentRole:
+    """The role of an array of a plain function, by the names of what contains it."""
+    parts = set(path)
+    if parts & _OPTIMIZER or parts & _MOMENTS:
+        return 'optimizer'
+    if parts & _BATCH or path[:1] in _BATCHES:
+        return 'batch'
+    if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) and (
+        parts & _PARAMETERS or parts & _MODELS or parts & _LEAVES
+    ):
+        return 'parameters'
+    return 'other'
+
+
 def _is_batch(
     name: str, leaves: Sequence[tuple[Sequence[str], Any, Any]], data_axes: tuple[str, ...]
 ) -> bool:
@@ -189,13 +211,4 @@ def _is_batch(
 
 def _first_axes(sharding: Sharding | None) -> tuple[str, ...]:
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-    return as_tuple(spec[0]) if len(spec) else ()
-
-
-def batch_axes(partitioner: PartitionerLike) -> tuple[str, ...]:
-    """The mesh axes of the batch; empty if the partitioner has none."""
-    try:
-        spec = partitioner.data_partition_spec
-    except ValueError:
-        return ()
     return as_tuple(spec[0]) if len(spec) else ()

@@ -6,7 +6,6 @@ The types are protocols, so that any partitioner with these attributes can be us
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
@@ -57,6 +56,8 @@ class PartitionedLike(Protocol):
     def boundary(self) -> BoundaryLike: ...
     @property
     def settings(self) -> SettingsLike: ...
+    @property
+    def partitioner(self) -> PartitionerLike: ...
     def trace(self, *args: Any) -> jax.stages.Traced: ...
 
 
@@ -108,41 +109,6 @@ class SettingsLike(Protocol):
     def on_any_mesh(self) -> Self: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A call of a partitioned function.
-
-    Attributes:
-      partitioner: the partitioner of the function.
-      fn: the function.
-      args: its arguments, abstract or not.
-
-    Raises:
-      ValueError: if the function is not partitioned.
-    """
-
-    partitioner: PartitionerLike
-    fn: PartitionedLike
-    args: tuple[Any, ...]
-
-    def __post_init__(self) -> None:
-        check_partitioned(self.fn)
-
-    @property
-    def boundary(self) -> BoundaryLike:
-        """The arguments of the function, with their layouts."""
-        return self.fn.boundary
-
-    @property
-    def name(self) -> str:
-        """The name of the function."""
-        return self.boundary.arguments.function
-
-
-def check_partitioned(fn: Any) -> None:
-    """Raises ValueError if no partitioner has partitioned a function."""
-    if not hasattr(fn, 'boundary') or not hasattr(fn, 'settings'):
-        raise ValueError(
-            f'{getattr(fn, "__name__", repr(fn))} is not a partitioned function: pass what '
-            'partitioner.partition(...) returned'
-        )
+def is_partitioned(fn: Any) -> bool:
+    """Whether a partitioner has partitioned a function."""
+    return hasattr(fn, 'boundary') and hasattr(fn, 'settings')

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from meshwright.calls.held import plan_of
-from meshwright.calls.partitioned import PartitionedLike, PartitionerWithRules, check_partitioned
+from meshwright.calls.partitioned import PartitionedLike, PartitionerWithRules, is_partitioned
 from meshwright.causes.layouts import describe_arguments
 from meshwright.causes.trying import CompiledFunction
 from meshwright.program.costs import read_costs
@@ -34,7 +34,11 @@ def compile_partitioned(
     Raises:
       ValueError: if the function is not partitioned.
     """
-    check_partitioned(fn)
+    if not is_partitioned(fn):
+        raise ValueError(
+            f'{getattr(fn, "__name__", repr(fn))} is not a partitioned function: pass what '
+            'partitioner.partition(...) returned'
+        )
     settings = fn.settings.on_any_mesh()
     # An argument whose arrays have no names, such as a batch, has no plan.
     plans = [plan_of(arg, partitioner, (ValueError, TypeError)) for arg in args]

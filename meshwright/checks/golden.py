@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from meshwright.calls.partitioned import PartitionedLike, PartitionerLike
 from meshwright.checks.golden_file import (
     FORMAT,
     Golden,
@@ -26,10 +25,9 @@ OnMissing = Literal['write', 'error']
 
 
 def assert_forecast_unchanged(
-    fn: PartitionedLike,
+    fn: Any,
     args: Sequence[Any],
     *,
-    partitioner: PartitionerLike,
     topologies: Sequence[str | tuple[str, int]],
     golden: str | os.PathLike[str] = 'forecasts',
     name: str | None = None,
@@ -42,14 +40,11 @@ def assert_forecast_unchanged(
 
     Usage:
       def test_the_step_on_a_pod():
-          assert_forecast_unchanged(
-              step, (state, batch), partitioner=partitioner, topologies=['v5p:4x4x4']
-          )
+          assert_forecast_unchanged(step, (state, batch), topologies=['v5p:4x4x4'])
 
     Args:
-      fn: what `partitioner.partition` returned.
+      fn: the function, as for `forecast`.
       args: the arguments of a call; abstract ones suffice.
-      partitioner: the partitioner of the function.
       topologies: the machines: 'v5p:4x4x4', or ('v5e:16x16', 2) for two slices.
       golden, name, tolerances, update, on_missing: as in `check_golden`.
       **settings: more arguments of `forecast`, such as compile=False.
@@ -60,7 +55,7 @@ def assert_forecast_unchanged(
     """
     machines = [(t, 1) if isinstance(t, str) else t for t in topologies]
     made = [
-        forecast(partitioner, fn, *args, topology=topology, num_slices=slices, **settings)
+        forecast(fn, *args, topology=topology, num_slices=slices, **settings)
         for topology, slices in machines
     ]
     check_golden(

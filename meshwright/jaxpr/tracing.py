@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from meshwright.jax_private import TracedCall, read_trace
 from meshwright.jaxpr.implied_exchanges import insert_exchanges, merge_exchanges
 from meshwright.jaxpr.layouts import propagate
 from meshwright.jaxpr.values import Block, Step, Value
@@ -56,24 +56,17 @@ def trace_function(
     Raises:
       ValueError: if neither the function nor its arguments name a mesh.
     """
-    return lay_out_trace(partitioned.trace(*abstract_args), abstract_args, mesh, slices)
+    traced = read_trace(partitioned.trace(*abstract_args))
+    return lay_out_trace(traced, mesh, slices)
 
 
 def lay_out_trace(
-    traced: jax.stages.Traced,
-    abstract_args: Any = (),
+    traced: TracedCall,
     mesh: Mesh | AbstractMesh | None = None,
     slices: Mapping[str, int] | None = None,
 ) -> TracedProgram:
     """Lays out the arrays of a function that has been traced; see `trace_function`."""
-    # jax has no public name for the parameters of a trace.
-    params: Mapping[str, Any] = traced._params
-    leaves = jax.tree.leaves(abstract_args)
-    given = [getattr(leaf, 'sharding', None) for leaf in leaves]
-    stated = list(params['in_shardings'])
-    given = [None] * (len(stated) - len(given)) + given
-    arguments = [s if isinstance(s, Sharding) else g for s, g in zip(stated, given, strict=False)]
-    found = [*arguments, *params['out_shardings']]
+    found = [*traced.arguments, *traced.results]
     mesh = mesh or next((s.mesh for s in found if isinstance(s, NamedSharding)), None)
     if mesh is None:
         raise ValueError(
@@ -82,10 +75,10 @@ def lay_out_trace(
         )
     sizes = dict(mesh.shape)
     block = write_out(traced.jaxpr, sizes)
-    _fix(block.inputs, arguments, sizes)
+    _fix(block.inputs, traced.arguments, sizes)
     for value in block.inputs:
         value.fixed = [True] * len(value.shape)
-    _state_results(block, params['out_shardings'], sizes)
+    _state_results(block, traced.results, sizes)
     propagate(block, sizes)
     unknown = insert_exchanges(block, sizes)
     remove_unused(block)
@@ -97,7 +90,7 @@ def lay_out_trace(
         block=block,
         axis_sizes=sizes,
         slices=slices,
-        donated=tuple(params['donated_invars']),
+        donated=traced.donated,
         unknown=unknown,
     )
 

@@ -26,6 +26,7 @@ from meshwright.jaxpr.values import (
     Value,
     loop_counts,
 )
+from partitioning.hardware.jax_private import manual_axes
 from partitioning.products.flops import count_runs, open_jaxpr
 
 _NOT_CALLS = {'scan', 'while', 'cond', 'shard_map', 'pallas_call', 'custom_partitioning'}
@@ -153,7 +154,7 @@ class _Writer:
         self, equation: Any, given: list[Value], steps: list[Step], place: Place
     ) -> list[Value]:
         params = equation.params
-        manual = frozenset(params['newly_manual_axes'])
+        manual = manual_axes(params)
         inner, consts = open_jaxpr(params['jaxpr'])
         inside = self._at(place, manual)
         inputs = []
@@ -177,7 +178,7 @@ class _Writer:
 
     def _border(self, spec: Any, rank: int, params: Mapping[str, Any]) -> list[Axes | None]:
         """The layout of an array at the border of a shard_map; other axes stay open."""
-        inside = self._manual | frozenset(params['newly_manual_axes'])
+        inside = self._manual | manual_axes(params)
         found = spec_axes(spec, rank, self._sizes)
         is_whole = inside >= set(params['mesh'].axis_names)
         return found if is_whole else [axes or None for axes in found]

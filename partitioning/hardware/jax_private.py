@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -56,3 +56,9 @@ def this_process() -> int:
 def num_cached(jitted: Any) -> int:
     """Returns the number of programs that a jitted function keeps in its cache of fast calls."""
     return jitted._cache_size()
+
+
+def manual_axes(params: Mapping[str, Any]) -> frozenset[str]:
+    """The mesh axes over which a `shard_map` takes its arguments apart, from its parameters."""
+    # jax 0.9 has another name for them.
+    return frozenset(params.get('newly_manual_axes', params.get('manual_axes', ())))

@@ -88,9 +88,11 @@ class BasePjitPartitioner(BasePartitioner):
             on_recompile=on_recompile,
             compiler_options=compiler_options,
         )
-        return PartitionedFunction(
+        function = PartitionedFunction(
             settings, self.mesh, self.logical_axis_rules, self._gradient_rules
         )
+        function.partitioner = self
+        return function
 
     def compile(
         self,

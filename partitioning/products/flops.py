@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 
+from partitioning.hardware.jax_private import manual_axes
+
 
 def bodies_of(equation: Any) -> list[Any]:
     """Returns the jaxprs in the parameters of an equation: Jaxprs and ClosedJaxprs."""
@@ -114,7 +116,7 @@ def _count_equation(equation: Any, *, kernels: bool, recomputed: bool, dense: bo
         return max(inner)
     devices = 1
     if name == 'shard_map':  # its body runs on each of these, with the shapes of one shard
-        sizes, axes = equation.params['mesh'].shape, equation.params['newly_manual_axes']
+        sizes, axes = equation.params['mesh'].shape, manual_axes(equation.params)
         devices = math.prod(sizes[axis] for axis in axes)
     return math.fsum(inner) * count_runs(equation) * devices
 

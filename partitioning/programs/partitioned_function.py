@@ -47,6 +47,7 @@ class PartitionedFunction(PjittedFnWithContext):
       settings: what `partition` was called with, to partition the function again.
       boundary: its arguments and results, with their layouts.
       trace_log: the record of its traces.
+      partitioner: what has partitioned it, if a partitioner has; `meshwright.forecast` moves both.
 
     Raises:
       ValueError: if a setting does not fit the signature of the function.
@@ -66,6 +67,7 @@ class PartitionedFunction(PjittedFnWithContext):
             entries = tuple(settings.in_axis_resources)
             settings = dataclasses.replace(settings, in_axis_resources=entries)
         self.settings = settings
+        self.partitioner: Any = None
         self.boundary = boundary = find_boundary(settings, mesh)
         self.trace_log = TraceLog(boundary.arguments, boundary.static, settings.on_recompile)
         self._gradient_rules = gradient_rules

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forecast_programs import BATCH, HIDDEN, PRODUCT, ROWS, WIDTH, partitioned, train_step
+from forecast_programs import BATCH, HIDDEN, PRODUCT, ROWS, WIDTH, partitioned
 from forecasts_by_hand import collective, step_time
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshwright import Forecast, forecast, forecast_table, render_page
 from meshwright.calls.compiling import read_compiler_log
-from meshwright.calls.partitioned import Call
+from meshwright.calls.partitioned_call import PartitionedCall
 from meshwright.changes import SettingChange
 from meshwright.report.forecasts import Compilation
 from partitioning import CHIPS, MeshConfig, PjitPartitioner
@@ -34,9 +34,9 @@ def program():
 @pytest.fixture(scope='module')
 def on_cpus(program):
     """The forecast for the devices of the mesh."""
-    partitioner, step, state = program
+    _, step, state = program
     said = []
-    made = forecast(partitioner, step, state, BATCH, 3, progress=said.append)
+    made = forecast(step, state, BATCH, 3, progress=said.append)
     assert [text.split()[0] for text in said] == ['tracing', 'compiling']
     return made
 
@@ -44,9 +44,9 @@ def on_cpus(program):
 @pytest.fixture(scope='module')
 def elsewhere(program):
     """The forecast for 64 chips, for which CPU devices stand in."""
-    partitioner, step, state = program
+    _, step, state = program
     there = {'topology': 'v5p-128', 'on_cpu': True, 'axes': {'data': 8, 'model': 8}}
-    return forecast(partitioner, step, state, BATCH, 3, **there)
+    return forecast(step, state, BATCH, 3, **there)
 
 
 def test_the_bytes_of_arguments(on_cpus, elsewhere):
@@ -99,8 +99,8 @@ def test_the_exchanges_of_a_step(on_cpus):
 
 
 def test_json_is_stable_and_can_be_read(program, on_cpus):
-    partitioner, step, state = program
-    again = forecast(partitioner, step, state, BATCH, 3)
+    _, step, state = program
+    again = forecast(step, state, BATCH, 3)
     first, second = on_cpus.as_dict(), again.as_dict()
     assert first.pop('compilation') != second.pop('compilation')
     assert json.dumps(first) == json.dumps(second)
@@ -120,9 +120,9 @@ def test_json_is_stable_and_can_be_read(program, on_cpus):
 
 
 def test_without_a_compiler(program):
-    partitioner, step, state = program
+    _, step, state = program
     there = {'topology': 'v5p:4x4x4', 'on_cpu': True, 'axes': {'data': 8, 'model': 8}}
-    made = forecast(partitioner, step, state, BATCH, 3, **there, compile=False)
+    made = forecast(step, state, BATCH, 3, **there, compile=False)
     memory = made.memory
     assert made.back_end == 'none' and memory.temporaries is None and memory.live is None
     assert memory.peak == memory.analytic_peak > memory.arguments
@@ -135,17 +135,17 @@ def test_without_a_compiler(program):
 
 def test_a_step_that_does_not_fit_has_changes_that_help(program):
     """2**26 rows of float32 over 8 devices: 8 GiB each, and more for the hidden layer."""
-    partitioner, step, state = program
+    _, step, state = program
     batch = {'x': jax.ShapeDtypeStruct((2**26, WIDTH), jnp.float32)}
     there = {'topology': 'v5e:2x4', 'on_cpu': True}
 
     def build():
         smaller = {'x': jax.ShapeDtypeStruct((2**20, WIDTH), jnp.float32)}
-        return Call(partitioner, step, (state, smaller, 3))
+        return PartitionedCall(step, (state, smaller, 3))
 
     tried = SettingChange('Trainer.rows = 2**20', build)
     impossible = SettingChange('Trainer.rows = 3', _raise_value_error)
-    made = forecast(partitioner, step, state, batch, 3, **there, changes=[impossible, tried])
+    made = forecast(step, state, batch, 3, **there, changes=[impossible, tried])
     memory = made.memory
     assert made.fits is False and memory.batch == 2**26 * WIDTH * 4 // 4
     assert memory.peak > memory.limit == CHIPS['v5e'].hbm_bytes
@@ -206,19 +206,17 @@ def test_the_table_fits_into_a_terminal(on_cpus, elsewhere):
     ],
 )
 def test_one_line_says_why_there_is_no_forecast(program, settings, message):
-    partitioner, step, state = program
+    _, step, state = program
     with pytest.raises(ValueError, match=message) as caught:
-        forecast(partitioner, step, state, BATCH, 3, on_cpu=True, **settings)
+        forecast(step, state, BATCH, 3, on_cpu=True, **settings)
     assert '\n' not in str(caught.value)
 
 
-def test_other_functions_and_meshes_without_devices_are_refused(program):
-    partitioner, _, state = program
-    with pytest.raises(ValueError, match='is not a partitioned function: pass what'):
-        forecast(partitioner, jax.jit(train_step), state, BATCH, 3, topology='v5e:2x4', on_cpu=True)
+def test_meshes_without_devices_are_refused(program):
+    partitioner, _, _ = program
     abstract = partitioner.with_mesh(AbstractMesh((4, 2), ('data', 'model')))
     with pytest.raises(ValueError, match=r"no devices to compile for: .*'v5p:4x4x4'"):
-        forecast(abstract, abstract.partition(lambda x: x, None, None), BATCH['x'])
+        forecast(abstract.partition(lambda x: x, None, None), BATCH['x'])
 
 
 def test_layouts_given_as_shardings_of_another_mesh_are_moved(program):
@@ -233,7 +231,7 @@ def test_layouts_given_as_shardings_of_another_mesh_are_moved(program):
     partitioner = PjitPartitioner(mesh=mesh, logical_axis_rules=[('batch', 'data')])
     fn = partitioner.partition(step, (whole, sharded, sharded), (whole, sharded))
     args = [jax.ShapeDtypeStruct((64, n), jnp.float32) for n in (2, 3, 5)]
-    made = forecast(partitioner, fn, *args, topology='v5litepod-8', on_cpu=True, axes={'data': 8})
+    made = forecast(fn, *args, topology='v5litepod-8', on_cpu=True, axes={'data': 8})
     memory = made.memory
     assert (made.topology, made.mesh) == ('v5e:2x4', {'data': 8})
     held = (memory.parameters, memory.optimizer, memory.batch)
@@ -301,7 +299,7 @@ def forecast_in(folder, monkeypatch):
     partitioner = PjitPartitioner(mesh=MeshConfig(axes={'data': 8}))
     rows = PartitionSpec('data')
     step = partitioner.partition(module.double, (rows,), PartitionSpec())
-    return forecast(partitioner, step, jax.ShapeDtypeStruct((64, 3), jnp.float32))
+    return forecast(step, jax.ShapeDtypeStruct((64, 3), jnp.float32))
 
 
 def test_two_folders_with_the_same_code_give_the_same_json(tmp_path, monkeypatch):

@@ -51,7 +51,7 @@ def made():
     specs = (plan.specs, partitioner.data_partition_spec)
     step = partitioner.partition(train_step, specs, plan.specs)
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    return forecast(partitioner, step, plan.abstract_state, x, topology='v5e:2x4', compile=False)
+    return forecast(step, plan.abstract_state, x, topology='v5e:2x4', compile=False)
 
 
 def test_exchanges_and_buffers_are_on_lines_of_the_model(made):

@@ -172,7 +172,6 @@ def test_the_forecast_of_a_function_is_compared(tmp_path):
         assert_forecast_unchanged(
             fn,
             args,
-            partitioner=partitioner,
             topologies=['v5e:2x4'],
             golden=tmp_path,
             name='double',

@@ -23,10 +23,10 @@ def program():
     ],
 )
 def described(request, program):
-    partitioner, step, state = program
+    _, step, state = program
     with pytest.MonkeyPatch.context() as patch:  # the fixture of each test comes later
         patch.delenv('XLA_FLAGS', raising=False)
-        return forecast(partitioner, step, state, BATCH, 3, topology=request.param)
+        return forecast(step, state, BATCH, 3, topology=request.param)
 
 
 def test_a_step_on_a_described_machine(described):
@@ -54,10 +54,10 @@ def test_a_step_on_a_described_machine(described):
 )
 def test_out_of_memory_is_an_answer(program, topology):
     """Each device has a quarter of the rows, and their hidden layer is as large as they are."""
-    partitioner, step, state = program
+    _, step, state = program
     rows = 2**26 if topology.startswith('v5e') else 2**28
     batch = {'x': jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)}
-    made = forecast(partitioner, step, state, batch, 3, topology=topology)
+    made = forecast(step, state, batch, 3, topology=topology)
     memory = made.memory
     assert made.fits is False
     assert memory.peak > memory.limit > 0 and memory.peak > 2 * (4 * rows * WIDTH // 4)
@@ -77,7 +77,7 @@ def test_the_time_of_products_of_groups_of_rows():
     shapes = (rows, width), (groups, width, width)
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
-    made = forecast(partitioner, step, *arrays, sizes, topology='v5e:2x2', explain=False)
+    made = forecast(step, *arrays, sizes, topology='v5e:2x2', explain=False)
     (products,) = (part for part in made.time.parts if part.name == 'matrix products')
     on_each_device = 2 * rows * width**2 / 4  # the FLOPs
     assert products.seconds == pytest.approx(on_each_device / 197e12, rel=0.25)
@@ -86,7 +86,7 @@ def test_the_time_of_products_of_groups_of_rows():
 @needs_libtpu
 def test_changes_are_compiled_with_the_options_of_the_forecast(program, monkeypatch):
     """What does not fit and the change that is confirmed have the same compiler options."""
-    partitioner, step, state = program
+    _, step, state = program
     given, compile_lowered = [], jax.stages.Lowered.compile
 
     def record(lowered, compiler_options=None, **settings):
@@ -97,6 +97,6 @@ def test_changes_are_compiled_with_the_options_of_the_forecast(program, monkeypa
     options = {'xla_tpu_scoped_vmem_limit_kib': '16384'}
     batch = {'x': jax.ShapeDtypeStruct((2**26, WIDTH), jnp.float32)}
     there = {'topology': 'v5e:2x4', 'confirm': True, 'compiler_options': options}
-    made = forecast(partitioner, step, state, batch, 3, **there)
+    made = forecast(step, state, batch, 3, **there)
     assert any(change.fits and change.peak_from == 'compiler' for change in made.changes)
     assert len(given) > 1 and all(one == options for one in given)

@@ -20,6 +20,11 @@ COMMANDS = {
         'say whether a run fits into any machine, and how fast it is there',
         'pretrain --topology=v5e:4x4',
     ),
+    'dry': (
+        'dry.run_dry',
+        'run an untouched script as if a machine were there, and say what each step needs',
+        'v5e:4x4 -- python train.py',
+    ),
     'fits': (
         'fitting.find_machines',
         'say on which machines a model of Hugging Face can be trained',

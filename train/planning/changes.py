@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from meshwright import Forecast
-from meshwright.calls.partitioned import Call
+from meshwright.calls.call import Call
+from meshwright.calls.partitioned_call import PartitionedCall
 from meshwright.changes import SettingChange
 from partitioning.hardware import chip_of
 from train.planning.candidates import (
@@ -50,7 +51,7 @@ def list_changes(planned: PlannedStep, machine: Machine) -> Iterator[SettingChan
 
     def call(candidate: Candidate) -> Call:
         step = plan_step(change_run(config, candidate, machine))
-        return Call(step.run.config.partitioner, step.step, step.arguments)
+        return PartitionedCall(step.step, step.arguments)
 
     for candidate in candidates:
         setting = '; '.join([*list_includes(candidate), *list_bindings(candidate, sizes)])

@@ -102,7 +102,6 @@ def forecast_step(planned: PlannedStep, machine: Machine, **settings: Any) -> Fo
       **settings: as for `meshwright.forecast`.
     """
     return forecast(
-        planned.run.config.partitioner,
         planned.step,
         *planned.arguments,
         topology=machine.topology if machine.on_cpu else None,

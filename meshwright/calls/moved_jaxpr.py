@@ -1,0 +1,109 @@
+"""Moves a traced function to another mesh with the same axes, without the function's own code.
+
+A function that was written for one mesh names it in its constraints. Its trace is evaluated again,
+equation by equation, with the other mesh in place of the first:
+
+    sharding_constraint[sharding=NamedSharding(Mesh('data': 4), P('data'))]
+    sharding_constraint[sharding=NamedSharding(Mesh('data': 16), P('data'))]
+
+All shapes in a trace are global, so they stay, except inside `shard_map`: there, each device has a
+part whose shape depends on the sizes of the axes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from meshwright import jax_private
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """A mesh in place of all meshes that have the same axes.
+
+    Attributes:
+      mesh: the mesh to move to.
+    """
+
+    mesh: Mesh
+
+    def sharding(self, x: Any) -> Any:
+        """A sharding on the mesh, with the same spec; what is no NamedSharding stays."""
+        if not isinstance(x, NamedSharding) or x.mesh.empty:
+            return x
+        mesh = self.of_mesh(x.mesh)
+        return x if mesh is x.mesh else NamedSharding(mesh, x.spec, memory_kind=x.memory_kind)
+
+    def placed(self, x: Any) -> Any:
+        """A sharding of an argument or a result, on the devices of the mesh."""
+        if not isinstance(x, NamedSharding) or self.of_mesh(x.mesh) is x.mesh:
+            return x
+        return NamedSharding(self.mesh, x.spec, memory_kind=x.memory_kind)
+
+    def of_mesh(self, mesh: Any) -> Any:
+        """The mesh in place of another one; meshes with other axes stay."""
+        if mesh.empty or mesh.axis_names != self.mesh.axis_names:
+            return mesh
+        if isinstance(mesh, Mesh):
+            return self.mesh
+        return self.mesh.abstract_mesh.update(axis_types=mesh.axis_types)
+
+    def value(self, x: Any) -> Any:
+        """A parameter of an equation on the mesh."""
+        if isinstance(x, NamedSharding):
+            return self.sharding(x)
+        if isinstance(x, Mesh | AbstractMesh):
+            return self.of_mesh(x)
+        if isinstance(x, core.ClosedJaxpr):
+            return self.jaxpr(x)
+        if isinstance(x, core.Jaxpr):
+            return self.jaxpr(core.ClosedJaxpr(x, ())).jaxpr
+        if isinstance(x, tuple | list):
+            return type(x)(map(self.value, x)) if not hasattr(x, '_fields') else x
+        return x
+
+    def function(self, jaxpr: core.ClosedJaxpr) -> Callable[..., list[Any]]:
+        """A function that does what a trace does, on the mesh."""
+        equations = [self._equation(e) for e in jaxpr.jaxpr.eqns]
+        moved = jaxpr.jaxpr.replace(eqns=equations)
+        return lambda *args: jax_private.evaluate(moved, jaxpr.consts, args)
+
+    def jaxpr(self, jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
+        """A trace of the same function on the mesh."""
+        avals = [self._struct(aval) for aval in jaxpr.in_avals]
+        return jax.make_jaxpr(self.function(jaxpr))(*avals)
+
+    def _equation(self, equation: Any) -> Any:
+        if equation.primitive.name != 'shard_map':
+            return jax_private.with_params(equation, self.value)
+        check_sizes(equation, self.mesh)
+        parts = equation.params['jaxpr']  # of the same sizes there
+        return jax_private.with_params(equation, lambda x: x if x is parts else self.value(x))
+
+    def _struct(self, aval: Any) -> Any:
+        if not hasattr(aval, 'dtype'):
+            return aval
+        return jax.ShapeDtypeStruct(
+            aval.shape,
+            aval.dtype,
+            sharding=self.sharding(getattr(aval, 'sharding', None)),
+            weak_type=getattr(aval, 'weak_type', False),
+        )
+
+
+def check_sizes(equation: Any, mesh: Mesh) -> None:
+    """Raises ValueError if a `shard_map` cannot be moved to a mesh of other sizes."""
+    own = equation.params['mesh']
+    if own.axis_names == mesh.axis_names and tuple(own.axis_sizes) != tuple(mesh.axis_sizes):
+        before = ', '.join(f'{a}={n}' for a, n in zip(own.axis_names, own.axis_sizes, strict=True))
+        after = ', '.join(f'{a}={n}' for a, n in zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+        raise ValueError(
+            f'shard_map was traced for a mesh of {before}, and each part has its shape from there: '
+            f'make the function for the mesh of {after}, or give it these sizes by axes='
+        )

@@ -1,0 +1,206 @@
+"""A call of a jitted function that no partitioner knows, and the same call on another mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any, Self
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from meshwright.calls.held import HeldArray, named_role, row_of_array
+from meshwright.calls.moved_jaxpr import Move
+from meshwright.jax_private import TracedCall, read_trace, trace_again, trace_while
+from partitioning.rules import LogicalAxisRules, MeshLike, as_tuple, spec_str
+from partitioning.state import key_names
+
+_PART_OF_NAME = re.compile(r'[A-Za-z_]\w*|\d+')
+# Names between an array and its owner that say nothing.
+_WRAPPERS = {'value', 'raw_value', 'states', 'flat_states'}
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainCall:
+    """A call of a jitted function: a `Call` whose layouts are those of its arguments.
+
+    Attributes:
+      fn: the function, or its trace.
+      args: its arguments, abstract or not; none for a trace.
+      moved_to: the mesh in place of the function's own mesh.
+
+    Raises:
+      ValueError: if the function is not jitted, or names no mesh.
+    """
+
+    fn: Any
+    args: tuple[Any, ...]
+    moved_to: Mesh | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fn, jax.stages.Traced):
+            if self.args:
+                raise ValueError('a traced function has its arguments already: pass no others')
+        elif not hasattr(self.fn, 'trace') and not hasattr(self.fn, 'lower'):
+            name = getattr(self.fn, '__name__', repr(self.fn))
+            raise ValueError(
+                f'{name} is not jitted: pass jax.jit({name}), or what nnx.jit, eqx.filter_jit or '
+                'partitioner.partition returned'
+            )
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return self._traced.name
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that it runs on."""
+        return self.moved_to or self.mesh_source
+
+    @functools.cached_property
+    def mesh_source(self) -> Any:
+        """The mesh of the function and its arguments: the largest that they name."""
+        named = [s for s in self._traced.shardings if isinstance(s, NamedSharding)]
+        meshes = [s.mesh for s in named if not s.mesh.empty]
+        if self._traced.mesh is not None:
+            meshes.append(self._traced.mesh)
+        if not meshes:
+            raise ValueError(
+                f'{self.name} has no mesh: neither the function nor its arguments have a '
+                'NamedSharding. Give the arguments shardings, such as '
+                "jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P('data')))"
+            )
+        largest = max(meshes, key=lambda mesh: (mesh.size, isinstance(mesh, Mesh)))
+        return next((m for m in meshes if m == largest and isinstance(m, Mesh)), largest)
+
+    @property
+    def rules(self) -> LogicalAxisRules:
+        """A plain function has no rules."""
+        return ()
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The mesh axes of the first dimension of the batch."""
+        for path, aval, sharding in zip(
+            self._paths, self._traced.jaxpr.in_avals, self._traced.arguments, strict=True
+        ):
+            if isinstance(sharding, NamedSharding) and named_role(path, aval) == 'batch':
+                return as_tuple(sharding.spec[0]) if len(sharding.spec) else ()
+        return ()
+
+    def argument_name(self, index: int) -> str:
+        """The name of an argument."""
+        names = _parameter_names(self.fn, len(self.args))
+        return names[index]
+
+    @functools.cached_property
+    def _traced(self) -> TracedCall:
+        """The trace of the function on its own mesh."""
+        if isinstance(self.fn, jax.stages.Traced):
+            return read_trace(self.fn)
+        if hasattr(self.fn, 'trace'):
+            traced = self.fn.trace(*self.args)
+            if isinstance(traced, jax.stages.Traced):
+                return read_trace(traced)
+        return trace_while(lambda: self.fn.lower(*self.args))
+
+    def trace(self) -> TracedCall:
+        """Traces the function."""
+        return self._traced if self.moved_to is None else self._moved
+
+    @functools.cached_property
+    def _moved(self) -> TracedCall:
+        assert self.moved_to is not None
+        move = Move(self.moved_to)
+        return trace_again(self._traced, move.function(self._traced.jaxpr), move.placed)
+
+    def held(self, traced: TracedCall) -> tuple[HeldArray, ...]:
+        """The arrays of the arguments."""
+        return list_held(traced, self.mesh, self._paths)
+
+    @functools.cached_property
+    def _paths(self) -> list[tuple[str, ...]]:
+        return _user_paths(self.fn, self.args, self._traced) or _jax_paths(self._traced)
+
+    def with_args(self, args: tuple[Any, ...]) -> Self:
+        """The call with other arguments."""
+        return dataclasses.replace(self, args=args)
+
+    def on(self, mesh: Mesh, *, with_options: bool = True) -> Self:
+        """The call on another mesh with the same axes, in place of the function's own.
+
+        Raises:
+          ValueError: if the mesh has other axes, or if the function depends on their sizes.
+        """
+        own = self.mesh_source
+        if own.axis_names != mesh.axis_names:
+            raise ValueError(
+                f'{self.name} uses the mesh axes {own.axis_names}, not {mesh.axis_names}'
+            )
+        return dataclasses.replace(self, moved_to=mesh)
+
+
+def list_held(
+    traced: TracedCall, mesh: MeshLike, paths: Sequence[tuple[str, ...]] | None = None
+) -> tuple[HeldArray, ...]:
+    """The arrays of the arguments of a traced function that no partitioner knows.
+
+    Args:
+      traced: the function.
+      mesh: the mesh.
+      paths: the path of each array, by default from the names that jax gives them.
+    """
+    found = zip(
+        _jax_paths(traced) if paths is None else paths,
+        traced.jaxpr.in_avals,
+        traced.arguments,
+        strict=True,
+    )
+    return tuple(_held(*about, mesh) for about in found)
+
+
+def _held(path: tuple[str, ...], aval: Any, sharding: Any, mesh: MeshLike) -> HeldArray:
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    role = named_role(path, aval)
+    why = 'nothing lays it out'
+    if isinstance(sharding, Sharding):
+        why = f'the argument is laid out by {spec_str(spec) if any(spec) else "None"}'
+    struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    planned = role if role in ('parameters', 'optimizer') else 'other'
+    row = row_of_array('/'.join(path), struct, spec, mesh, why, None, planned)
+    on_host = getattr(sharding, 'memory_kind', None) in ('pinned_host', 'unpinned_host')
+    return HeldArray(row=row, role=role, nbytes=0 if on_host else row.bytes_per_device)
+
+
+def _user_paths(fn: Any, args: Sequence[Any], traced: TracedCall) -> list[tuple[str, ...]] | None:
+    """The path of each array by the user's names; None if the order of the arrays is not theirs."""
+    found = []
+    names = _parameter_names(fn, len(args))
+    for name, arg in zip(names, args, strict=True):
+        for path, x in jax.tree_util.tree_flatten_with_path(arg)[0]:
+            if hasattr(x, 'shape') and hasattr(x, 'dtype'):
+                parts = [part for part in key_names(path) if part not in _WRAPPERS]
+                found.append(((name, *parts), tuple(x.shape), x.dtype))
+    types = [(aval.shape, aval.dtype) for aval in traced.jaxpr.in_avals]
+    same = [(shape, dtype) for _, shape, dtype in found] == types
+    return [path for path, *_ in found] if same else None
+
+
+def _jax_paths(traced: TracedCall) -> list[tuple[str, ...]]:
+    """The path of each array by the name that jax gives it: "state.params['w']"."""
+    return [
+        tuple(part for part in _PART_OF_NAME.findall(name) if part not in _WRAPPERS)
+        for name in traced.argument_names
+    ]
+
+
+def _parameter_names(fn: Any, count: int) -> list[str]:
+    try:
+        names = list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):
+        names = []
+    return [names[i] if i < len(names) else f'args[{i}]' for i in range(count)]

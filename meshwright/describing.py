@@ -1,0 +1,236 @@
+"""Reads the forecast of a program: its memory, exchanges with causes, FLOPs and time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from meshwright.calls.compiling import Program
+from meshwright.calls.held import ROLES, HeldArray, free_axes
+from meshwright.calls.target import Target
+from meshwright.causes import Cause, explain_estimate, explain_program
+from meshwright.jaxpr import (
+    MemoryEstimate,
+    TracedProgram,
+    estimate_memory,
+    lay_out_trace,
+)
+from meshwright.program.collectives import Collective
+from meshwright.program.costs import MemoryUse, ProgramCosts, read_costs, read_text
+from meshwright.program.peak_memory import LiveArray
+from meshwright.report.forecasts import Compilation, Forecast, MemoryForecast, Replicated
+from meshwright.report.plain_values import map_texts
+from meshwright.time import Work, estimate_step_time, estimate_work, read_work
+from meshwright.time.kernels import count_device_flops, find_kernel_work
+from meshwright.time.work import KernelWork
+from meshwright.user_lines import shorten_sources
+from partitioning.mesh import axis_rings, find_placement
+from partitioning.plan.audit import audit_rows
+from partitioning.rules import LogicalAxisRules
+
+_LARGEST = 20  # how many buffers a forecast lists
+# Which figures of a program for virtual CPU devices also hold for the machine of the forecast.
+_STAND_IN = (
+    'compiled for virtual CPU devices: the bytes of arguments and the FLOPs are exact',
+    'compiled for virtual CPU devices: temporaries and the peak were seen 12 to 43% higher than on '
+    'TPUs; kernels that the model chooses by device are kernels for CPUs',
+    'compiled for virtual CPU devices: exchanges of bfloat16 have twice their bytes, '
+    'reduce-scatters appear as all-reduces, and there is no estimate of time',
+)
+
+Exchanges = tuple[tuple[Collective, Cause | None], ...]
+Buffers = tuple[tuple[LiveArray, Cause | None], ...]
+
+
+def describe_program(
+    name: str,
+    program: Program,
+    target: Target,
+    held: Sequence[HeldArray],
+    rules: LogicalAxisRules = (),
+    *,
+    explain: bool = True,
+) -> Forecast:
+    """The forecast of a program, without changes of settings and without what it took itself.
+
+    Args:
+      name: the name of the function.
+      program: the function after tracing, or after compiling.
+      target: its machine.
+      held: the arrays of its arguments.
+      rules: the logical axis rules under which it was traced.
+      explain: whether to find the causes of exchanges and buffers.
+    """
+    costs = read_program(program, target)
+    mesh, jaxpr = target.mesh, program.traced.jaxpr
+    kernels = find_kernel_work(jaxpr)
+    model_flops, program_flops = count_device_flops(jaxpr, mesh.size, kernels)
+    laid_out = lay_out_trace(program.traced, mesh, target.slices or None)
+    estimate = estimate_memory(laid_out, target.chip)
+    work = _find_work(program, target, costs, laid_out, kernels)
+    collectives, buffers = _explain(
+        rules, target, program, costs, held, estimate, laid_out, explain=explain
+    )
+    if costs is None and work is not None:
+        collectives = tuple((c, None) for c in work.collectives)
+    collectives = tuple(
+        sorted(collectives, key=lambda c: (-c[0].total_bytes, c[0].kind, c[0].instruction))
+    )
+    buffers = map_texts(buffers, shorten_sources)
+    memory = _memory(program, target, costs, held, estimate, buffers)
+    used = costs.memory if costs else None
+    return Forecast(
+        function=name,
+        topology=target.topology,
+        num_slices=target.num_slices,
+        chip=target.chip,
+        num_devices=mesh.size,
+        mesh=dict(mesh.shape),
+        back_end=target.back_end,
+        back_end_version=target.version,
+        memory=memory,
+        model_flops=model_flops,
+        program_flops=program_flops,
+        time=None if work is None else estimate_step_time(work, mesh),
+        collectives=map_texts(collectives, shorten_sources),
+        replicated=_replicated(held, mesh),
+        warnings=map_texts(program.warnings, shorten_sources),
+        notes=tuple(_find_notes(program, target, used, memory.arguments)),
+        compilation=Compilation(seconds=0.0, peak_rss=0),
+        arrays=tuple(array.row for array in held),
+        rings=() if target.is_stand_in else tuple(axis_rings(mesh)),
+        placement=None if target.is_stand_in else find_placement(mesh),
+    )
+
+
+def read_program(program: Program, target: Target) -> ProgramCosts | None:
+    """The costs of the compiled program, or None if there is no program."""
+    if program.compiled is None:
+        return None
+    return read_costs(program.compiled, target.mesh, target.slices)
+
+
+def _explain(
+    rules: LogicalAxisRules,
+    target: Target,
+    program: Program,
+    costs: ProgramCosts | None,
+    held: Sequence[HeldArray],
+    estimate: MemoryEstimate,
+    laid_out: TracedProgram,
+    *,
+    explain: bool,
+) -> tuple[Exchanges, Buffers]:
+    """The exchanges of a compiled program and its largest buffers, each with its cause if asked.
+
+    Without a program there are no exchanges, and the buffers are by formula.
+    """
+    if not explain:
+        exchanges = costs.collectives if costs else ()
+        largest = (costs.at_peak.arrays if costs else estimate.buffers)[:_LARGEST]
+        return tuple((c, None) for c in exchanges), tuple((array, None) for array in largest)
+    known: dict[str, Any] = {
+        'rows': [array.row for array in held],
+        'rules': rules,
+    }
+    if costs is None or program.compiled is None:
+        return (), explain_estimate(estimate, laid_out, **known)[:_LARGEST]
+    text = read_text(program.compiled)
+    explained = explain_program(text, program.traced.jaxpr, costs, mesh=target.mesh, **known)
+    return explained.collectives, explained.buffers
+
+
+def _memory(
+    program: Program,
+    target: Target,
+    costs: ProgramCosts | None,
+    held: Sequence[HeldArray],
+    estimate: MemoryEstimate,
+    buffers: Buffers,
+) -> MemoryForecast:
+    roles = {role: sum(a.nbytes for a in held if a.role == role) for role in ROLES}
+    arguments = sum(roles.values())
+    limit = None if target.chip is None else target.chip.hbm_bytes_per_device
+    use: MemoryUse | None = costs.memory if costs else None
+    peak = estimate.peak if use is None else use.peak
+    if (exceeded := program.out_of_memory) is not None:
+        peak, limit = exceeded.needed, exceeded.available
+    return MemoryForecast(
+        limit=limit,
+        peak=peak,
+        arguments=arguments,
+        **roles,
+        temporaries=None if use is None else use.temporaries,
+        gradients=estimate.gradients,
+        activations=estimate.activations,
+        analytic_peak=estimate.peak,
+        buffers=buffers,
+        live=costs.at_peak.nbytes if costs else None,
+        buffers_from='jaxpr' if costs is None else 'compiler',
+    )
+
+
+def _replicated(held: Sequence[HeldArray], mesh: Mesh) -> tuple[Replicated, ...]:
+    """The arrays that are replicated along some mesh axes, the largest first."""
+    costs = audit_rows([array.row for array in held], mesh).replicated if held else ()
+    why = {cost.row.path: cost.reason.partition(': ')[2] for cost in costs}
+    found = [
+        Replicated(
+            path=array.row.path,
+            nbytes=array.nbytes,
+            axes=free_axes(array.row, mesh),
+            reason=why[array.row.path],
+        )
+        for array in held
+        if array.row.path in why and array.nbytes
+    ]
+    return tuple(sorted(found, key=lambda r: (-r.nbytes, r.path)))
+
+
+def _find_work(
+    program: Program,
+    target: Target,
+    costs: ProgramCosts | None,
+    laid_out: TracedProgram,
+    kernels: Sequence[KernelWork],
+) -> Work | None:
+    """The work of a device, from the compiled program, or by formula if nothing was compiled.
+
+    None if the chip is not known, if CPU devices stand in for it, or if its compiler failed.
+    """
+    if target.chip is None or target.is_stand_in or program.out_of_memory is not None:
+        return None
+    if costs is None:
+        return estimate_work(laid_out, target.chip, kernels)
+    return read_work(costs, program.traced.jaxpr, target.mesh.size, kernels)
+
+
+def _find_notes(
+    program: Program, target: Target, memory: MemoryUse | None, argument_bytes: int
+) -> Iterator[str]:
+    """What a reader must know about the figures, such as which of them are exact."""
+    if target.chip is None:
+        yield (
+            f'no data about {target.topology} devices: their memory limit and their speed are not '
+            'known'
+        )
+    if target.is_stand_in and program.compiled is not None:
+        yield from _STAND_IN
+    if program.out_of_memory is not None:
+        yield (
+            'the compiler made no program, because the memory does not suffice: the buffers are '
+            'by formula, and exchanges and time are not known'
+        )
+    if memory is not None and (difference := memory.arguments - argument_bytes):
+        more = difference > 0
+        why = (
+            'it pads arrays to whole tiles of the chip'
+            if more
+            else 'it leaves out arguments that the function does not use'
+        )
+        yield (
+            f'the program holds {abs(difference):,} bytes of arguments '
+            f'{"more" if more else "less"} than their layouts say: {why}'
+        )

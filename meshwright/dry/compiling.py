@@ -1,0 +1,171 @@
+"""Compiles what a script calls for the described machine, and returns stand-ins as results."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from meshwright import jax_private
+from meshwright.dry.machine import Machine
+from meshwright.dry.stand_in import StandIn
+from meshwright.program.costs import read_memory
+from meshwright.time.kernels import count_device_flops, find_kernel_work
+from partitioning.hardware import JaxDevice
+from partitioning.hardware.compilers import OutOfMemoryError, own_compiler_errors
+
+# A call with larger results or more FLOPs does not run on this machine, even if the script does not
+# say where it is to run.
+HOST_BYTES, HOST_FLOPS = 64 * 2**20, 10**7
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class CompiledFunction:
+    """A function that the script has compiled, for arguments of certain types.
+
+    Attributes:
+      call: its trace and its arguments.
+      executable: the compiled program; None if the memory of a device does not suffice.
+      out_of_memory: how much memory it needs, if the compiler says that a device has less.
+      devices: the devices that it was compiled for.
+      seconds: the time of compiling.
+      calls: how often it was called.
+    """
+
+    call: jax_private.TracedCall
+    executable: Any
+    out_of_memory: OutOfMemoryError | None
+    devices: tuple[JaxDevice, ...]
+    seconds: float
+    calls: int = 0
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return self.call.name
+
+    @property
+    def peak(self) -> int:
+        """The most memory of a device that is in use at any time, in bytes; 0 without a program."""
+        memory = None
+        if self.executable is not None:
+            memory = read_memory(self.executable, self.devices[0].platform)
+        return 0 if memory is None else memory.peak
+
+    @property
+    def source(self) -> Any:
+        """The code of the function; equal for traces of one function."""
+        return self.call.jaxpr.jaxpr.debug_info.func_src_info
+
+    @functools.cached_property
+    def flops(self) -> float:
+        """Its FLOPs on all devices together."""
+        jaxpr = self.call.jaxpr
+        return count_device_flops(jaxpr, 1, find_kernel_work(jaxpr))[0]
+
+
+class Compiling:
+    """Compiles and imitates the functions of a script.
+
+    Args:
+      machine: the machine.
+      on_call: is told of each call of a function.
+      on_no_memory: is told of a function that does not fit.
+
+    Attributes:
+      functions: those that were compiled for the machine, in this order.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        on_call: Callable[[CompiledFunction], None],
+        on_no_memory: Callable[[CompiledFunction], None],
+    ):
+        self.functions: list[CompiledFunction] = []
+        self._machine = machine
+        self._on_call = on_call
+        self._on_no_memory = on_no_memory
+        self._lowered: dict[Any, jax_private.TracedCall] = {}
+        self._small: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._by_program: dict[int, CompiledFunction] = {}
+
+    def replacements(self) -> list[jax_private.Replacement]:
+        """What to put in place of jax's own functions."""
+        return [
+            jax_private.on_lower(self._lowered.__setitem__),
+            jax_private.on_compile(self._compile),
+            *jax_private.on_run(self._runner),
+            jax_private.on_call(self._context),
+        ]
+
+    def _compile(self, computation: Any, compile_now: Callable[[], Any]) -> Any:
+        call = self._lowered.get(computation)
+        devices = jax_private.devices_of(computation)
+        if call is None or not any(map(self._machine.has, devices)):
+            return compile_now()
+        started, executable, exceeded = time.perf_counter(), None, None
+        try:
+            with own_compiler_errors(call.name, self._machine.mesh):
+                executable = compile_now()
+        except OutOfMemoryError as error:
+            exceeded = error
+        found = CompiledFunction(
+            call=call,
+            executable=executable,
+            out_of_memory=exceeded,
+            devices=devices,
+            seconds=time.perf_counter() - started,
+        )
+        self.functions.append(found)
+        if executable is None:
+            self._on_no_memory(found)
+        self._by_program[id(jax_private.program_of(executable))] = found
+        return executable
+
+    def _runner(self, program: jax_private.RunnableProgram) -> Callable[..., Any] | None:
+        if not any(map(self._machine.has, program.devices)):
+            return None
+        return functools.partial(self._run, program)
+
+    def _run(self, program: jax_private.RunnableProgram, *args: Any) -> list[Any]:
+        """Returns the results of a program as stand-ins, and deletes what it was donated."""
+        found = self._by_program.get(id(program.unloaded))
+        if found is not None:
+            found.calls += 1
+            donated = found.call.donated
+            arguments = args[len(args) - len(donated) :]  # the constants come first
+            for x, is_donated in zip(arguments, donated, strict=True):
+                if is_donated and isinstance(numbers := jax_private.numbers_of(x), StandIn):
+                    numbers.delete()
+            self._on_call(found)
+
+        def make(aval: Any, sharding: Any) -> StandIn:
+            return StandIn(aval, sharding, self._machine, committed=program.committed)
+
+        return [jax_private.make_array(make, *output) for output in program.outputs]
+
+    @contextlib.contextmanager
+    def _context(self, args: tuple[Any, ...], jaxpr: Any, mesh: Any) -> Iterator[None]:
+        """Lets a call whose results are too large for this machine run on a described device."""
+        if self._is_small(jaxpr):
+            yield
+            return
+        with jax.default_device(self._machine.local(self._machine.devices)[0]):
+            yield
+
+    def _is_small(self, jaxpr: Any) -> bool:
+        """Whether a call is computed on this machine, if nothing says where it is to run."""
+        if jaxpr not in self._small:
+            avals = [aval for aval in jaxpr.out_avals if hasattr(aval, 'dtype')]
+            nbytes = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+            flops = count_device_flops(jaxpr, 1, find_kernel_work(jaxpr))[0]
+            self._small[jaxpr] = nbytes <= HOST_BYTES and flops <= HOST_FLOPS
+        return self._small[jaxpr]

@@ -1,0 +1,204 @@
+"""Answers what a script asks jax about devices, processes and the placement of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from meshwright import jax_private
+from meshwright.dry.machine import Machine
+from meshwright.dry.stand_in import StandIn
+
+_KNOWN_BYTES = 2**20  # larger arrays of the host are not kept
+# Settings of jax that choose devices, or files to write.
+_OWN_SETTINGS = (
+    'jax_platforms',
+    'jax_platform_name',
+    'jax_num_cpu_devices',
+    'jax_compilation_cache_dir',
+)
+
+
+class Imitation:
+    """The answers about a machine."""
+
+    def __init__(self, machine: Machine, note: Callable[[str], None]):
+        self._machine = machine
+        self._note = note
+
+    def replacements(self) -> list[jax_private.Replacement]:
+        """What to put in place of jax's own functions."""
+        machine = self._machine
+        replaced = []
+        for original, answer in self._functions():
+            replaced += jax_private.replace_everywhere(original, answer)
+        replaced.append(jax_private.on_place(self._place))
+        replaced += jax_private.local_properties(
+            lambda x: (
+                machine.has(x.devices.flat[0])
+                if isinstance(x, Mesh) and x.size
+                else machine.holds(x)
+            ),
+            machine.local,
+        )
+        replaced.append(
+            (type(machine.devices[0]), 'memory_stats', lambda device: self._memory_stats())
+        )
+        replaced.append((type(jax.config), 'update', self._update_config(type(jax.config).update)))
+        return replaced
+
+    def _update_config(self, original: Any) -> Any:
+        def update(config: Any, name: str, value: Any) -> None:
+            if name in _OWN_SETTINGS:
+                self._note(f'jax.config.update({name!r}, {value!r})')
+            else:
+                original(config, name, value)
+
+        return update
+
+    def _functions(self) -> list[tuple[Any, Any]]:
+        machine, asked = self._machine, jax_private.device_questions()
+
+        def other(backend: Any) -> bool:
+            return backend is not None and getattr(backend, 'platform', backend) not in (
+                machine.platform,
+                {'gpu': 'cuda'}.get(machine.platform),
+            )
+
+        def devices(backend: Any = None) -> list[Any]:
+            return asked['devices'](backend) if other(backend) else list(machine.devices)
+
+        def local_devices(
+            process_index: Any = None, backend: Any = None, host_id: Any = None
+        ) -> list[Any]:
+            if other(backend):
+                return asked['local_devices'](None, backend)
+            index = host_id if process_index is None else process_index
+            if index is None or machine.process is None:
+                return machine.local(machine.devices)
+            return [d for d in machine.devices if d.process_index == index]
+
+        answers: dict[str, Any] = {
+            'devices': devices,
+            'local_devices': local_devices,
+            'device_count': lambda backend=None: len(devices(backend)),
+            'local_device_count': lambda backend=None: len(local_devices(backend=backend)),
+            'default_backend': lambda: machine.platform,
+            'process_index': lambda backend=None: 0 if other(backend) else machine.process_index,
+            'process_count': lambda backend=None: 1 if other(backend) else machine.process_count,
+            'process_indices': lambda backend=None: list(range(machine.process_count)),
+        }
+        functions = [(asked[name], answer) for name, answer in answers.items()]
+        distributed = jax.distributed
+        functions += [
+            (
+                distributed.initialize,
+                lambda *args, **kwargs: self._note('jax.distributed.initialize'),
+            ),
+            (distributed.shutdown, lambda *args, **kwargs: None),
+            (distributed.is_initialized, lambda: machine.process_count > 1),
+            (jax.make_array_from_callback, self._from_callback(jax.make_array_from_callback)),
+            (
+                jax.make_array_from_single_device_arrays,
+                self._from_parts(jax.make_array_from_single_device_arrays),
+            ),
+            (multihost_utils.sync_global_devices, lambda name: None),
+            (multihost_utils.assert_equal, lambda tree, fail_message='': None),
+            (
+                multihost_utils.broadcast_one_to_all,
+                lambda tree, is_source=None: jax.tree.map(np.asarray, tree),
+            ),
+            (multihost_utils.process_allgather, self._allgather),
+        ]
+        return functions
+
+    # Placement.
+
+    def _make(self, aval: Any, sharding: Any, value: Any = None) -> Any:
+        known = None
+        if (
+            isinstance(value, np.ndarray | np.generic | int | float | complex)
+            and np.asarray(value).nbytes <= _KNOWN_BYTES
+        ):
+            known = np.array(value, dtype=aval.dtype)
+            known.flags.writeable = False
+        if type(value).__name__ == 'ArrayImpl' and value.nbytes <= _KNOWN_BYTES:
+            known = np.asarray(value)
+
+        def make(aval: Any, sharding: Any) -> StandIn:
+            return StandIn(aval, sharding, self._machine, known=known)
+
+        return jax_private.make_array(make, aval, sharding)
+
+    def _place(self, x: Any, aval: Any, device: Any) -> Any:
+        numbers = jax_private.numbers_of(x)
+        if device is None:
+            return x if isinstance(numbers, StandIn) else None
+        if not self._machine.holds(device) and not self._machine.has(device):
+            if isinstance(numbers, StandIn):
+                return jax.device_put(np.asarray(numbers), device)
+            return None
+        sharding = SingleDeviceSharding(device) if self._machine.has(device) else device
+        if isinstance(numbers, StandIn):
+            value = numbers.known
+        else:
+            value = numbers
+        return self._make(aval, sharding, value)
+
+    def _from_callback(self, original: Any) -> Any:
+        def make(shape: Any, sharding: Any, data_callback: Any, dtype: Any = None) -> Any:
+            sharding = getattr(sharding, 'sharding', sharding)
+            if not self._machine.holds(sharding):
+                return original(shape, sharding, data_callback, dtype)
+            indices = sharding.devices_indices_map(tuple(shape))
+            local = self._machine.local(list(indices))
+            if local:
+                part = data_callback(indices[local[0]])
+                expected = sharding.shard_shape(tuple(shape))
+                if tuple(np.shape(part)) != tuple(expected):
+                    raise ValueError(
+                        f'the callback of jax.make_array_from_callback returned {np.shape(part)} '
+                        f'for a shard of {expected}'
+                    )
+                dtype = dtype or getattr(part, 'dtype', None) or np.asarray(part).dtype
+            dtype = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+            return self._make(jax_private.shaped(shape, dtype, sharding), sharding)
+
+        return make
+
+    def _from_parts(self, original: Any) -> Any:
+        def make(shape: Any, sharding: Any, arrays: Sequence[Any], *, dtype: Any = None) -> Any:
+            if not self._machine.holds(sharding):
+                return original(shape, sharding, arrays, dtype=dtype)
+            dtype = dtype or arrays[0].dtype
+            return self._make(jax_private.shaped(shape, dtype, sharding), sharding)
+
+        return make
+
+    def _allgather(self, tree: Any, tiled: bool = False) -> Any:
+        count = self._machine.process_count
+
+        def gather(x: Any) -> np.ndarray:
+            if isinstance(x, StandIn) and not x.is_fully_addressable:
+                return np.broadcast_to(np.zeros((), x.dtype), x.shape)
+            x = np.asarray(x)
+            if x.ndim == 0 or not tiled:
+                x = x[None]
+            return np.concatenate([x] * count)
+
+        return jax.tree.map(gather, tree)
+
+    def _memory_stats(self) -> dict[str, int]:
+        limit = self._machine.topology.chip.hbm_bytes_per_device
+        return {
+            'bytes_in_use': 0,
+            'peak_bytes_in_use': 0,
+            'bytes_limit': limit,
+            'num_allocs': 0,
+            'largest_alloc_size': 0,
+        }

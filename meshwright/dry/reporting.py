@@ -1,0 +1,53 @@
+"""The forecasts of the functions that a script has compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from meshwright.calls.compiling import Program
+from meshwright.calls.plain_call import list_held
+from meshwright.calls.target import target_of_mesh
+from meshwright.describing import describe_program
+from meshwright.dry.compiling import CompiledFunction
+from meshwright.report.forecasts import Forecast
+
+_SMALL = 0.01  # functions with a smaller share of the FLOPs of the largest are left out
+
+
+def find_steps(functions: Sequence[CompiledFunction]) -> tuple[CompiledFunction, ...]:
+    """The functions that a report is about: the largest, and those of comparable size.
+
+    Args:
+      functions: all functions that a script has compiled.
+    """
+    most = max((one.flops for one in functions), default=0)
+    return tuple(
+        one
+        for one in functions
+        if one.out_of_memory is not None or (one.flops and one.flops >= _SMALL * most)
+    )
+
+
+def forecast_function(found: CompiledFunction) -> Forecast:
+    """The forecast of a function that a script has compiled."""
+    call = found.call
+    mesh = _mesh_of(found)
+    target = target_of_mesh(mesh)
+    program = Program(
+        traced=call,
+        compiled=found.executable,
+        out_of_memory=found.out_of_memory,
+    )
+    return describe_program(call.name, program, target, list_held(call, mesh))
+
+
+def _mesh_of(found: CompiledFunction) -> Mesh:
+    """The largest mesh that a function and its arguments name, or its devices along one axis."""
+    named = [s.mesh for s in found.call.shardings if isinstance(s, NamedSharding)]
+    meshes = [m for m in (*named, found.call.mesh) if isinstance(m, Mesh) and not m.empty]
+    if meshes:
+        return max(meshes, key=lambda mesh: mesh.size)
+    return Mesh(np.array(found.devices), ('devices',))

@@ -1,0 +1,203 @@
+"""Keeps a script from changing files: what it writes goes to a folder that is removed at the end.
+
+The script reads back what it wrote, and everything else as it is. Files in the folders for
+temporary files and for devices are written as usual, unless the script was started there.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+from meshwright.jax_private import Replacement
+
+_WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_FOR_ALL = ('/dev', '/proc')
+
+
+class Stores:
+    """The files that a script would have written.
+
+    Attributes:
+      refused: their paths and those that it would have removed, each once, in this order.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = os.path.realpath(folder) + os.sep
+        self._home = os.getcwd() + os.sep
+        temporary = os.path.realpath(tempfile.gettempdir())
+        self._free = tuple(path + os.sep for path in (temporary, *_FOR_ALL))
+        self.refused: dict[str, None] = {}
+
+    def replacements(self) -> list[Replacement]:
+        """What to put in place of functions of the standard library."""
+        reads = ('stat', 'lstat', 'access', 'readlink')
+        writes = ('chmod', 'utime', 'truncate')
+        removes = ('rmdir', 'remove', 'unlink')
+        moves = ('rename', 'replace', 'symlink', 'link')
+        kinds = ((reads, self._read), (writes, self._write), (removes, self._remove))
+        return [
+            *((module, 'open', self._open(open, _writes_mode)) for module in (builtins, io)),
+            (os, 'open', self._open(os.open, _writes_flags)),
+            (os, 'mkdir', self._mkdir(os.mkdir)),
+            (os, 'listdir', self._listdir(os.listdir)),
+            (os, 'scandir', self._scandir(os.scandir)),
+            *((os, name, wrap(getattr(os, name))) for names, wrap in kinds for name in names),
+            *((os, name, self._move(getattr(os, name))) for name in moves),
+            (shutil, 'rmtree', self._remove(shutil.rmtree)),
+        ]
+
+    # Paths.
+
+    def _guarded(self, path: Any) -> str | None:
+        """The absolute path of what must not be changed; None for what may be."""
+        if path is None or isinstance(path, int):  # an open file
+            return None
+        absolute = os.path.abspath(os.fsdecode(os.fspath(path)))
+        if absolute.startswith(self._folder):
+            return None
+        is_free = absolute.startswith(self._free) and not absolute.startswith(self._home)
+        return None if is_free else absolute
+
+    def _shadow(self, absolute: str) -> str:
+        return self._folder + absolute.lstrip(os.sep)
+
+    def written(self, path: Any) -> Any:
+        """The path to write in place of another one."""
+        absolute = self._guarded(path)
+        if absolute is None:
+            return path
+        shadow = self._shadow(absolute)
+        os.makedirs(os.path.dirname(shadow), exist_ok=True)
+        if absolute not in self.refused and os.path.isfile(absolute):
+            shutil.copyfile(absolute, shadow)
+        self.refused[absolute] = None
+        return shadow
+
+    def seen(self, path: Any) -> Any:
+        """The path to read in place of another one: what the script wrote, if it did."""
+        absolute = self._guarded(path)
+        if absolute is None:
+            return path
+        shadow = self._shadow(absolute)
+        return shadow if absolute in self.refused or os.path.isdir(shadow) else path
+
+    # Functions of the standard library.
+
+    def _open(self, original: Any, writes: Callable[[Any], bool]) -> Any:
+        @functools.wraps(original)
+        def open_(file: Any, how: Any = 'r', *args: Any, **kwargs: Any) -> Any:
+            how = kwargs.pop('mode', how) if writes is _writes_mode else how
+            path = self.written(file) if writes(how) else self._newest(file)
+            return original(path, how, *args, **kwargs)
+
+        return open_
+
+    def _newest(self, path: Any) -> Any:
+        """The path of a file, or of what the script wrote there; folders are as they are."""
+        found = self.seen(path)
+        return path if found is not path and os.path.isdir(found) else found
+
+    def _read(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def read(path: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(self.seen(path), *args, **kwargs)
+
+        return read
+
+    def _write(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def write(path: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(self.written(path), *args, **kwargs)
+
+        return write
+
+    def _remove(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def remove(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if (absolute := self._guarded(path)) is None:
+                return original(path, *args, **kwargs)
+            shadow = self._shadow(absolute)
+            if not os.path.lexists(shadow) and os.path.lexists(absolute):
+                self.refused[absolute] = None  # it stays, and the script sees that it is gone
+                return None
+            return original(shadow, *args, **kwargs)
+
+        return remove
+
+    def _move(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def move(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._guarded(source) is None and self._guarded(target) is None:
+                return original(source, target, *args, **kwargs)
+            return original(self.written(source), self.written(target), *args, **kwargs)
+
+        return move
+
+    def _mkdir(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def mkdir(path: Any, *args: Any, **kwargs: Any) -> None:
+            if self._guarded(path) is None or os.path.lexists(path):
+                return original(path, *args, **kwargs)
+            return original(self.written(path), *args, **kwargs)
+
+        return mkdir
+
+    def _listdir(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def listdir(path: Any = '.') -> list[Any]:
+            with os.scandir(path) as entries:
+                return [entry.name for entry in entries]
+
+        return listdir
+
+    def _scandir(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def scandir(path: Any = '.') -> Any:
+            shadow = self.seen(path)
+            if shadow is path:
+                return original(path)
+            absolute = os.path.abspath(os.fsdecode(os.fspath(path)))
+            entries = {entry.name: entry for entry in original(shadow)}
+            if absolute not in self.refused:
+                entries = {entry.name: entry for entry in original(path)} | entries
+            return _Entries(iter(entries.values()))
+
+        return scandir
+
+
+class _Entries:
+    """The entries of a folder, as `os.scandir` returns them."""
+
+    def __init__(self, entries: Iterator[Any]):
+        self._entries = entries
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._entries
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _writes_mode(mode: str) -> bool:
+    return any(letter in mode for letter in 'wax+')
+
+
+def _writes_flags(flags: int) -> bool:
+    return bool(flags & _WRITING_FLAGS)

@@ -1,0 +1,140 @@
+"""What a dry run found, in the words of its report."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.sharding import NamedSharding
+
+from meshwright.dry.compiling import CompiledFunction
+from meshwright.dry.script import DryRun
+from meshwright.user_lines import short_source
+from partitioning.amounts import bytes_str, flops_str, seconds_str
+from partitioning.rules import spec_str
+
+_LISTED = 5
+_ENDINGS = {
+    'steps': 'the run ended after {calls} of {name}, its largest function',
+    'script': 'the script came to its end',
+    'exit': 'the script ended with exit status {status}',
+    'memory': 'the run ended at {name}: it needs more memory than a device has',
+    'error': 'the script failed',
+}
+
+
+def summarize(run: DryRun, steps: Sequence[CompiledFunction]) -> str:
+    """What happened, the functions, and what had to be imitated.
+
+    Args:
+      run: the run.
+      steps: the functions whose forecasts follow.
+    """
+    sections = [
+        [_ending(run)],
+        list(_table(run)),
+        list(_compiled_again(run.functions)),
+        list(_list_counts('read as zeros, because nothing was computed', run.reads)),
+        list(_list_counts('imitated', run.imitated)),
+        list(_refused(run.refused)),
+    ]
+    return '\n\n'.join('\n'.join(lines) for lines in sections if lines)
+
+
+def _ending(run: DryRun) -> str:
+    at = run.ended_at
+    calls = sum(one.calls for one in run.functions if at is not None and one.source == at.source)
+    text = _ENDINGS[run.ending].format(
+        calls='1 call' if calls == 1 else f'{calls} calls',
+        name=at.name if at else '',
+        status=getattr(run.error, 'code', ''),
+    )
+    return text if run.functions else f'{text}; it compiled nothing for the machine'
+
+
+def _table(run: DryRun) -> Iterator[str]:
+    """A line for each function, without those that are small."""
+    large = [one for one in run.functions if one.flops or one.seconds > 1 or one.out_of_memory]
+    rest = len(run.functions) - len(large)
+    if not run.functions:
+        return
+    head = ('function', 'calls', 'compiled in', 'FLOPs', 'peak of a device')
+    rows = [head, *map(_row, large)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        yield '  '.join(cells).rstrip()
+    if rest:
+        seconds = sum(one.seconds for one in run.functions if one not in large)
+        yield f'and {rest} small ones, compiled in {seconds_str(seconds)}'
+
+
+def _row(one: CompiledFunction) -> tuple[str, ...]:
+    peak = bytes_str(one.out_of_memory.needed) if one.out_of_memory else bytes_str(one.peak)
+    flops = flops_str(one.flops) if one.flops else '-'
+    return (one.name, f'{one.calls:,}', seconds_str(one.seconds), flops, peak)
+
+
+def _compiled_again(functions: Sequence[CompiledFunction]) -> Iterator[str]:
+    """Says which functions were compiled more than once, and which argument differed."""
+    for first, second in itertools.combinations(functions, 2):
+        if first.name != second.name or not second.flops or not second.calls:
+            continue
+        if first.source != second.source:
+            continue
+        changes = list(_differences(first, second))
+        if changes:
+            more = f', and {len(changes) - 1} more' if len(changes) > 1 else ''
+            yield f'{second.name} was compiled again: {changes[0]}{more}'
+
+
+def _differences(first: CompiledFunction, second: CompiledFunction) -> Iterator[str]:
+    before, after = first.call, second.call
+    if len(before.argument_names) != len(after.argument_names):
+        yield f'it has {len(after.argument_names)} arrays in place of {len(before.argument_names)}'
+        return
+    both = zip(
+        before.argument_names,
+        zip(before.jaxpr.in_avals, before.arguments, strict=True),
+        zip(after.jaxpr.in_avals, after.arguments, strict=True),
+        strict=True,
+    )
+    for name, old, new in both:
+        for was, now in zip(_about(*old), _about(*new), strict=True):
+            if was != now:
+                yield f'{name} was {was} and is {now}'
+                break
+
+
+def _about(aval: Any, sharding: Any) -> tuple[str, str, str]:
+    shape = ','.join(map(str, aval.shape))
+    spec = _spec_str(sharding, len(aval.shape))
+    return f'{aval.dtype.name}[{shape}]', 'weak' if aval.weak_type else 'of a fixed type', spec
+
+
+def _spec_str(sharding: Any, rank: int) -> str:
+    if isinstance(sharding, NamedSharding):
+        entries = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
+        return f'laid out by {spec_str(type(sharding.spec)(*entries))}'
+    return 'on one device' if sharding is not None else 'not laid out'
+
+
+def _list_counts(title: str, counts: dict[str, int]) -> Iterator[str]:
+    if not counts:
+        return
+    yield f'{title}:'
+    for what, count in list(counts.items())[:_LISTED]:
+        times = f' ({count:,} times)' if count > 1 else ''
+        yield f'  {short_source(what)}{times}'
+    if len(counts) > _LISTED:
+        yield f'  and {len(counts) - _LISTED} more'
+
+
+def _refused(paths: Sequence[str]) -> Iterator[str]:
+    if paths:
+        yield 'not written:'
+        yield from (f'  {short_source(path)}' for path in paths[:_LISTED])
+        if len(paths) > _LISTED:
+            yield f'  and {len(paths) - _LISTED} more'

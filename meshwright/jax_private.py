@@ -1,0 +1,430 @@
+"""Everything in `meshwright` that depends on names of jax which are not public.
+
+`tests/meshwright/test_jax_private.py` has a test for each, which fails first when jax changes it.
+
+A jitted function goes through three places of jax, of which the second and third are also those of
+a program that the user has compiled by `jax.jit(f).lower(...).compile()`:
+
+    _resolve_and_lower(types, jaxpr=..., ...) -> MeshComputation
+    MeshComputation.compile()                 -> MeshExecutable
+    UnloadedMeshExecutable.build_unsafe_call  -> the function that runs the program
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src import (
+    array,
+    core,
+    dispatch,
+    dtypes,
+    pjit,
+    sharding_impls,
+    xla_bridge,
+)
+from jax._src.interpreters import mlir, pxla
+from jax._src.lib import xla_client  # type: ignore[attr-defined]
+from jax._src.numpy import array_methods
+from jax._src.sharding import Sharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+
+# An object, the name of an attribute, and what to put there.
+Replacement = tuple[Any, str, Any]
+
+
+def make_cpu_devices(count: int) -> list[Any]:
+    """Virtual CPU devices in a client of their own; jax has no public way to make a second one."""
+    client: Any = xla_client.make_cpu_client(num_devices=count)
+    return list(client.devices())
+
+
+# Arrays without values.
+
+
+def register_array_type(kind: Any) -> None:
+    """Makes jax take objects of a class as arrays, of which it needs the types and shardings only.
+
+    Args:
+      kind: a subclass of `jax.Array` with the attributes `aval`, `sharding` and `_committed`.
+    """
+    own = set(vars(kind))
+    array_methods._set_array_base_attributes(kind, exclude=own)
+    array_methods._set_array_attributes(kind)
+    kind.__getitem__ = array.ArrayImpl.__getitem__
+    core.pytype_aval_mappings[kind] = lambda x: core.update_aval_with_sharding(x.aval, x.sharding)
+    dtypes.canonicalize_value_handlers[kind] = lambda x: x
+    pxla.shard_arg_handlers[kind] = lambda xs, *rest: list(xs)
+    mlir.register_constant_handler(kind, lambda x, aval: mlir.ir_constant(x._value))
+
+
+def shaped(shape: Sequence[int], dtype: Any, sharding: Any = None) -> Any:
+    """The type of an array."""
+    aval = core.ShapedArray(tuple(shape), dtype)
+    return aval if sharding is None else core.update_aval_with_sharding(aval, sharding)
+
+
+def numbers_of(x: Any) -> Any:
+    """The array of numbers that holds an array of random keys; any other array as it is."""
+    return getattr(x, '_base_array', x)
+
+
+def make_array(make: Callable[[Any, Any], Any], aval: Any, sharding: Any) -> Any:
+    """An array of a type, also of random keys.
+
+    Args:
+      make: makes an array of numbers from its type and its sharding.
+      aval: the type.
+      sharding: the sharding.
+    """
+    if not jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return make(aval, sharding)
+    below = sharding_impls.physical_sharding(aval, sharding)
+    numbers = make(core.physical_aval(aval), below)
+    return jax.random.wrap_key_data(numbers, impl=aval.dtype._impl.name)
+
+
+# Jitted functions and compiled programs.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TracedCall:
+    """A jitted function that was traced for arguments of certain types.
+
+    Attributes:
+      name: its name.
+      jaxpr: its trace, a ClosedJaxpr.
+      arguments: the sharding of each array of the arguments, as the function or the array states
+        it; None where nothing does.
+      results: the sharding of each result as the function states it.
+      donated: for each array of the arguments, whether the results may replace it.
+      argument_names: how jax names these arrays: "state.params['w']".
+      mesh: the mesh that was set when it was traced, or None.
+      settings: other settings of `jax.jit`, by name.
+      lower: lowers it, so that `.compile()` of the result compiles it.
+    """
+
+    name: str
+    jaxpr: Any
+    arguments: tuple[Any, ...]
+    results: tuple[Any, ...]
+    donated: tuple[bool, ...]
+    argument_names: tuple[str, ...]
+    mesh: Any
+    settings: dict[str, Any]
+    lower: Callable[[], Any]
+
+    @property
+    def shardings(self) -> list[Any]:
+        """All shardings that the function and its arguments state, also inside."""
+        inside = [sharding for sharding, _ in dispatch.get_intermediate_shardings(self.jaxpr)]
+        return [*self.arguments, *self.results, *inside]
+
+
+def read_trace(traced: Any) -> TracedCall:
+    """What `trace` of a function of `jax.jit` returned."""
+    return _read_call(traced._meta_tys_flat, traced._params, traced.lower)
+
+
+def _read_call(types: Any, params: dict[str, Any], lower: Callable[[], Any]) -> TracedCall:
+    jaxpr = params['jaxpr']
+    names = jaxpr.jaxpr.debug_info.arg_names or ()
+    count, mesh = len(jaxpr.in_avals), params['ctx_mesh']
+    stated = zip(params['in_shardings'], types, strict=True)
+    options = dict(params['compiler_options_kvs'])
+    return TracedCall(
+        name=params['name'],
+        jaxpr=jaxpr,
+        arguments=tuple(_stated_sharding(*pair) for pair in stated),
+        results=tuple(params['out_shardings']),
+        donated=tuple(params['donated_invars']),
+        argument_names=tuple(names[i] if i < len(names) else f'args[{i}]' for i in range(count)),
+        mesh=None if mesh.empty else mesh,
+        settings={'compiler_options': options or None, 'keep_unused': params['keep_unused']},
+        lower=lower,
+    )
+
+
+def _stated_sharding(stated: Any, kind: Any) -> Any:
+    return stated if isinstance(stated, Sharding) else kind.sharding if kind.committed else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RunnableProgram:
+    """A compiled program that is about to be run for the first time.
+
+    Attributes:
+      unloaded: jax's object for it.
+    """
+
+    unloaded: Any
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """The devices that it was compiled for."""
+        return tuple(self.unloaded.device_list)
+
+    @property
+    def outputs(self) -> list[tuple[Any, Any]]:
+        """The type and the sharding of each result."""
+        found = self.unloaded
+        return list(zip(found.output_avals, found.output_shardings, strict=True))
+
+    @property
+    def committed(self) -> bool:
+        """Whether its results are committed to their devices."""
+        return self.unloaded.committed
+
+
+def on_lower(seen: Callable[[Any, TracedCall], None]) -> Replacement:
+    """Tells of each jitted function that jax lowers, with the object whose `compile` compiles it.
+
+    jax keeps that object, so it is the same one in later calls with equal types.
+    """
+    original = pjit._resolve_and_lower
+
+    def lower(arg_types: Any, **params: Any) -> Any:
+        computation = original(arg_types, **params)
+        call = _read_call(arg_types, params, lambda: computation)
+        seen(computation, call)
+        return computation
+
+    return pjit, '_resolve_and_lower', lower
+
+
+def on_compile(compile_with: Callable[[Any, Callable[[], Any]], Any]) -> Replacement:
+    """Wraps the compilation of a lowered function.
+
+    Args:
+      compile_with: receives what `on_lower` was told of, and a function that compiles it; returns
+        what that function returns.
+    """
+    original = pxla.MeshComputation.compile
+    # Some versions of jax compile again in each call if there are options.
+    kept: dict[Any, Any] = {}
+
+    def compile_(self: Any, compiler_options: Any = None, **given: Any) -> Any:
+        key = self, tuple(sorted((compiler_options or {}).items())), tuple(sorted(given.items()))
+        if key not in kept:
+            kept[key] = compile_with(self, lambda: original(self, compiler_options, **given))
+        return kept[key]
+
+    return pxla.MeshComputation, 'compile', compile_
+
+
+def on_run(runner: Callable[[RunnableProgram], Callable[..., Any] | None]) -> list[Replacement]:
+    """Runs compiled programs in place of jax.
+
+    Args:
+      runner: returns a function that takes the arguments and returns the results of a program, or
+        None if jax is to run it.
+    """
+    build = pxla.UnloadedMeshExecutable.build_unsafe_call
+
+    def new_build(self: Any) -> Any:
+        run = runner(RunnableProgram(unloaded=self))
+        return build(self) if run is None else run
+
+    replaced: list[Replacement] = [(pxla.UnloadedMeshExecutable, 'build_unsafe_call', new_build)]
+    if (constants := getattr(pxla.MeshExecutable, 'shard_const_args', None)) is not None:
+
+        def new_constants(self: Any, given: Any) -> Any:
+            own = runner(RunnableProgram(unloaded=self._unloaded_executable)) is not None
+            return given if own else constants(self, given)
+
+        replaced.append((pxla.MeshExecutable, 'shard_const_args', new_constants))
+    return replaced
+
+
+def program_of(executable: Any) -> Any:
+    """The object that `RunnableProgram.unloaded` is for a compiled program."""
+    return executable._unloaded_executable
+
+
+def on_call(before: Callable[[tuple[Any, ...], Any, Any], Any]) -> Replacement:
+    """Enters a context around each call of a jitted function that jax has not compiled yet.
+
+    Args:
+      before: receives the arguments, the jaxpr and the mesh of the context; returns the context.
+    """
+    original = pjit._pjit_call_impl_python
+
+    def call(*args: Any, **params: Any) -> Any:
+        with before(args, params['jaxpr'], params['ctx_mesh']):
+            return original(*args, **params)
+
+    return pjit, '_pjit_call_impl_python', call
+
+
+# Where arrays are placed, and which devices belong to the process.
+
+
+def on_place(place: Callable[[Any, Any, Any], Any]) -> Replacement:
+    """Places arrays in place of jax.
+
+    Args:
+      place: receives an array, its type and a device or sharding (None for the default); returns
+        the placed array, or None if jax is to place it.
+    """
+    original = dispatch._device_put_sharding_impl
+
+    def put(x: Any, aval: Any, device: Any, copy: Any) -> Any:
+        placed = place(x, aval, device)
+        return original(x, aval, device, copy) if placed is None else placed
+
+    return dispatch, '_device_put_sharding_impl', put
+
+
+def local_properties(
+    has: Callable[[Any], bool], local: Callable[[Sequence[Any]], list[Any]]
+) -> list[Replacement]:
+    """Answers which devices of a mesh or sharding belong to the process.
+
+    Args:
+      has: whether to answer for a mesh or a sharding, in place of jax.
+      local: those of some devices that belong to the process.
+    """
+
+    def all_local(x: Any) -> bool:
+        return len(local(_ordered(x))) == len(_ordered(x))
+
+    answers: dict[str, tuple[tuple[type, ...], Callable[[Any], Any]]] = {
+        'is_fully_addressable': (
+            (NamedSharding, SingleDeviceSharding, sharding_impls.GSPMDSharding),
+            all_local,
+        ),
+        'addressable_devices': ((Sharding, NamedSharding), lambda x: set(local(_ordered(x)))),
+        'has_addressable_devices': ((Sharding,), lambda x: bool(local(_ordered(x)))),
+        '_addressable_device_assignment': ((Sharding,), lambda x: tuple(local(_ordered(x)))),
+        'local_devices': ((Mesh,), lambda x: local(_ordered(x))),
+        '_local_devices_set': ((Mesh,), lambda x: set(local(_ordered(x)))),
+        'is_multi_process': ((Mesh,), lambda x: not all_local(x)),
+    }
+    parts = Sharding.addressable_devices_indices_map
+
+    def local_parts(self: Any, shape: Any) -> Any:
+        if not has(self):
+            return parts(self, shape)
+        found = self.devices_indices_map(shape)
+        return {device: found[device] for device in local(_ordered(self))}
+
+    replaced: list[Replacement] = [(Sharding, 'addressable_devices_indices_map', local_parts)]
+    for name, (owners, answer) in answers.items():
+        for owner in owners:
+            if name in vars(owner):
+                replaced.append((owner, name, _property(owner, name, has, answer)))
+    return replaced
+
+
+def _property(owner: type, name: str, has: Any, answer: Any) -> property:
+    original = vars(owner)[name]
+    return property(lambda x: answer(x) if has(x) else original.__get__(x, owner))
+
+
+def _ordered(x: Any) -> Sequence[Any]:
+    return x.devices.ravel().tolist() if isinstance(x, Mesh) else x._device_assignment
+
+
+def global_shape(sharding: Any, local_shape: Sequence[int]) -> tuple[int | None, ...]:
+    """The shape of an array of which each process has a part of a shape; None where unknown."""
+    return sharding_impls.local_to_global_shape(sharding, tuple(local_shape))
+
+
+def replace_everywhere(original: Any, replacement: Any) -> list[Replacement]:
+    """Puts an object in the place of another one in all modules of jax that are loaded."""
+    return [
+        (module, name, replacement)
+        for module in list(sys.modules.values())
+        if getattr(module, '__name__', '').partition('.')[0] == 'jax'
+        for name, value in list(vars(module).items())
+        if value is original
+    ]
+
+
+def device_questions() -> dict[str, Any]:
+    """The functions of jax that tell the devices and processes, by name."""
+    names = ('devices', 'local_devices', 'device_count', 'local_device_count', 'default_backend')
+    processes = ('process_index', 'process_count', 'process_indices')
+    return {name: getattr(xla_bridge, name) for name in (*names, *processes)}
+
+
+def devices_of(computation: Any) -> tuple[Any, ...]:
+    """The devices that a lowered function will be compiled for; () if they are not known."""
+    return tuple(computation._device_list or ())
+
+
+# Traces.
+
+
+def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Does what a trace does. Equations keep their lines."""
+    return core.eval_jaxpr(jaxpr, consts, *args)
+
+
+class _ContextOnMesh:
+    """The settings under which an equation was traced, with another mesh."""
+
+    def __init__(self, own: Any, mesh: Any):
+        self._own = own
+        self.cur_abstract_mesh = mesh
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    @property
+    def manager(self) -> Any:
+        return type(self._own.manager)(self)
+
+
+def with_params(equation: Any, change: Callable[[Any], Any]) -> Any:
+    """An equation whose parameters and mesh are changed, all by the same function."""
+    params = {name: change(value) for name, value in equation.params.items()}
+    mesh = equation.ctx.cur_abstract_mesh
+    context = equation.ctx if mesh.empty else _ContextOnMesh(equation.ctx, change(mesh))
+    return equation.replace(params=params, ctx=context)
+
+
+def trace_again(
+    call: TracedCall, function: Callable[..., Any], change: Callable[[Any], Any]
+) -> TracedCall:
+    """Traces a function of flat arguments in place of another one, with its settings.
+
+    Args:
+      call: the other function.
+      function: the function.
+      change: makes a sharding of the function of one of the other function.
+    """
+
+    def named(*args: Any) -> Any:
+        return function(*args)
+
+    named.__name__ = named.__qualname__ = call.name
+    jitted = jax.jit(
+        named,
+        in_shardings=tuple(None if s is None else change(s) for s in call.arguments),
+        out_shardings=[change(s) if isinstance(s, Sharding) else None for s in call.results],
+        donate_argnums=[i for i, donated in enumerate(call.donated) if donated],
+        **call.settings,
+    )
+    avals = call.jaxpr.in_avals
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+    return dataclasses.replace(
+        read_trace(jitted.trace(*structs)), argument_names=call.argument_names
+    )
+
+
+def trace_while(lower: Callable[[], Any]) -> TracedCall:
+    """The trace of the last function that is lowered inside."""
+    seen: list[TracedCall] = []
+    owner, name, wrapped = on_lower(lambda computation, call: seen.append(call))
+    original = getattr(owner, name)
+    setattr(owner, name, wrapped)
+    try:
+        lower()
+    finally:
+        setattr(owner, name, original)
+    return seen[-1]
