@@ -70,7 +70,7 @@ class Settings:
     mesh: int = 2
     heartbeat: float = 10.0
     init: float = 60.0
-    watchdog: float = 10.0
+    watchdog: float = 60.0  # nothing here waits for it, so it can be long
     step_seconds: float = 0.05
 
 
