@@ -44,7 +44,7 @@ def test_if_one_process_fails_the_other_ends_and_names_it(tmp_path, victim, faul
 def test_a_run_with_one_fault_after_another_ends_and_resumes_as_if_it_had_none(tmp_path):
     """Each kind of fault that is not above, each in another part of a run."""
     for victim, fault, moment, code, line in (
-        (0, 'SIGHUP', 'the input of step 2', 75, 'stopped by SIGHUP to process 0'),
+        (0, 'SIGHUP', 'step 2', 75, 'stopped by SIGHUP to process 0'),
         (0, 'SIGKILL', 'the save', 75, 'process 0 died, last seen at '),
         (1, 'SIGSTOP', 'step 4', 75, 'process 1 has given no sign of life for 10 s'),
         (1, 'SIGINT', 'the eval', 130, 'stopped by SIGINT to process 1'),

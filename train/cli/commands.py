@@ -22,7 +22,7 @@ COMMANDS = {
     ),
     'dry': (
         'dry.run_dry',
-        'run an untouched script as if a machine were there, and say what each step needs',
+        'run an untouched script as if a machine were there',
         'v5e:4x4 -- python train.py',
     ),
     'fits': (
