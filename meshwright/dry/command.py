@@ -22,8 +22,8 @@ memory each step needs, what its devices exchange, from which line and why, and 
   {prog} v5p:8x8x8 --process=3 --out=dry -- python -m my_package.train config.yaml
 
 A TOPOLOGY is a chip and its arrangement (v5e:16x16, v5p:4x4x4; hosts and GPUs per host, h100:2x8),
-or a cloud's name of it (v5p-128, v5litepod-16). 2xv5e:16x16 has two slices. No file is changed:
-what the script writes goes to a folder that is removed at the end.
+or a cloud's name of it (v5p-128, v5litepod-16). 2xv5e:16x16 has two slices. Files that
+the script writes with Python go to a folder that is removed at the end.
 
 The exit status is 0 if all steps fit, 1 if one does not, and 2 if the script failed, or compiled
 nothing for the machine.
