@@ -31,7 +31,7 @@ from jax._src.interpreters import mlir, pxla
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax._src.numpy import array_methods
 from jax._src.sharding import Sharding
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 # An object, the name of an attribute, and what to put there.
 Replacement = tuple[Any, str, Any]
@@ -123,6 +123,12 @@ class TracedCall:
         """All shardings that the function and its arguments state, also inside."""
         inside = [sharding for sharding, _ in dispatch.get_intermediate_shardings(self.jaxpr)]
         return [*self.arguments, *self.results, *inside]
+
+    @property
+    def meshes(self) -> list[Mesh | AbstractMesh]:
+        """All meshes that these shardings name, and the one that was set."""
+        named = [s.mesh for s in self.shardings if isinstance(s, NamedSharding)]
+        return [mesh for mesh in (*named, self.mesh) if mesh is not None and not mesh.empty]
 
 
 def read_trace(traced: Any) -> TracedCall:
@@ -327,11 +333,6 @@ def _property(owner: type, name: str, has: Any, answer: Any) -> property:
 
 def _ordered(x: Any) -> Sequence[Any]:
     return x.devices.ravel().tolist() if isinstance(x, Mesh) else x._device_assignment
-
-
-def global_shape(sharding: Any, local_shape: Sequence[int]) -> tuple[int | None, ...]:
-    """The shape of an array of which each process has a part of a shape; None where unknown."""
-    return sharding_impls.local_to_global_shape(sharding, tuple(local_shape))
 
 
 def replace_everywhere(original: Any, replacement: Any) -> list[Replacement]:

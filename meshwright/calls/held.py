@@ -37,7 +37,7 @@ _BATCHES = (('x',), ('y',), ('labels',), ('targets',), ('images',))
 _MOMENTS = {'mu', 'nu', 'momentum', 'trace'}
 _MODELS = {'model', 'state'}
 _LEAVES = {'kernel', 'bias', 'scale', 'embedding', 'weight', 'w', 'b'}
-_ON_HOST = ('pinned_host', 'unpinned_host')
+ON_HOST = ('pinned_host', 'unpinned_host')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ def _arrays_of(
         sharding = _sharding(entry, x)
         name = '/'.join(path) if known is not None else '/'.join((argument.name, *path))
         row = _row(name, x, sharding, known, mesh)
-        on_host = getattr(sharding, 'memory_kind', None) in _ON_HOST
+        on_host = getattr(sharding, 'memory_kind', None) in ON_HOST
         yield HeldArray(row=row, role=role, nbytes=0 if on_host else row.bytes_per_device)
 
 

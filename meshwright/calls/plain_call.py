@@ -12,7 +12,7 @@ from typing import Any, Self
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from meshwright.calls.held import HeldArray, named_role, row_of_array
+from meshwright.calls.held import ON_HOST, HeldArray, named_role, row_of_array
 from meshwright.calls.moved_jaxpr import Move
 from meshwright.jax_private import TracedCall, read_trace, trace_again, trace_while
 from partitioning.rules import LogicalAxisRules, MeshLike, as_tuple, spec_str
@@ -64,10 +64,7 @@ class PlainCall:
     @functools.cached_property
     def mesh_source(self) -> Any:
         """The mesh of the function and its arguments: the largest that they name."""
-        named = [s for s in self._traced.shardings if isinstance(s, NamedSharding)]
-        meshes = [s.mesh for s in named if not s.mesh.empty]
-        if self._traced.mesh is not None:
-            meshes.append(self._traced.mesh)
+        meshes = self._traced.meshes
         if not meshes:
             raise ValueError(
                 f'{self.name} has no mesh: neither the function nor its arguments have a '
@@ -172,7 +169,7 @@ def _held(path: tuple[str, ...], aval: Any, sharding: Any, mesh: MeshLike) -> He
     struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     planned = role if role in ('parameters', 'optimizer') else 'other'
     row = row_of_array('/'.join(path), struct, spec, mesh, why, None, planned)
-    on_host = getattr(sharding, 'memory_kind', None) in ('pinned_host', 'unpinned_host')
+    on_host = getattr(sharding, 'memory_kind', None) in ON_HOST
     return HeldArray(row=row, role=role, nbytes=0 if on_host else row.bytes_per_device)
 
 

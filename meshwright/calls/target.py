@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from meshwright.jax_private import make_cpu_devices
 from partitioning.hardware import (
     Chip,
     JaxDevice,
@@ -183,7 +184,9 @@ def _stand_in(config: MeshConfig, count: int, num_slices: int) -> tuple[Mesh, di
     return mesh, {axis: n for axis, n in over.items() if n > 1 and num_slices > 1}
 
 
-_CLIENTS: dict[int, Any] = {}  # jax keeps what it compiles by device, so equal ones are made once
+_CLIENTS: dict[
+    int, list[JaxDevice]
+] = {}  # jax keeps what it compiles by device, so equal ones are made once
 
 
 def _cpu_devices(count: int) -> list[JaxDevice]:
@@ -192,11 +195,8 @@ def _cpu_devices(count: int) -> list[JaxDevice]:
     if len(here) >= count:
         return list(here[:count])
     if count not in _CLIENTS:
-        # jax has no public way to make a second client.
-        from jax._src.lib import xla_client  # type: ignore[attr-defined]
-
-        _CLIENTS[count] = xla_client.make_cpu_client(num_devices=count)
-    return list(_CLIENTS[count].devices())
+        _CLIENTS[count] = make_cpu_devices(count)
+    return list(_CLIENTS[count])
 
 
 def _name_of(devices: list[JaxDevice]) -> str:

@@ -113,20 +113,20 @@ def _run(options: argparse.Namespace, script: dict[str, Any]) -> int:
     sys.stdout.flush()
     if run.ending == 'error' and run.error is not None:
         _print_error(run.error)
-    steps = find_steps(run.functions)
-    forecasts = [forecast_function(one) for one in steps]
+    forecasts = [forecast_function(one) for one in find_steps(run.functions)]
+    figures = [forecast.as_dict() for forecast in forecasts]
     if options.json:
-        print(json.dumps({'ending': run.ending, 'forecasts': [f.as_dict() for f in forecasts]}))
+        print(json.dumps({'ending': run.ending, 'forecasts': figures}))
     else:
         print(f'\nDry run of {script["name"]} on {options.topology}\n')
-        print(summarize(run, steps))
+        print(summarize(run))
         if forecasts:
             width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
             print('\n' + forecast_table(forecasts[-1:], width=width))
     if folder is not None and forecasts:
         folder.mkdir(parents=True, exist_ok=True)
         write_page(forecasts, folder / 'forecast.html')
-        (folder / 'forecast.json').write_text(json.dumps([f.as_dict() for f in forecasts]) + '\n')
+        (folder / 'forecast.json').write_text(json.dumps(figures) + '\n')
     if run.ending in ('error', 'exit') or not run.functions:
         return 2
     return int(any(one.fits is False for one in forecasts))

@@ -121,14 +121,11 @@ class Imitation:
 
     def _make(self, aval: Any, sharding: Any, value: Any = None) -> Any:
         known = None
-        if (
-            isinstance(value, np.ndarray | np.generic | int | float | complex)
-            and np.asarray(value).nbytes <= _KNOWN_BYTES
-        ):
-            known = np.array(value, dtype=aval.dtype)
+        kinds = jax.Array | np.ndarray | np.generic | int | float | complex
+        if isinstance(value, kinds) and getattr(value, 'nbytes', 0) <= _KNOWN_BYTES:
+            is_key = jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key)
+            known = np.array(value, dtype=None if is_key else aval.dtype)
             known.flags.writeable = False
-        if type(value).__name__ == 'ArrayImpl' and value.nbytes <= _KNOWN_BYTES:
-            known = np.asarray(value)
 
         def make(aval: Any, sharding: Any) -> StandIn:
             return StandIn(aval, sharding, self._machine, known=known)

@@ -27,7 +27,7 @@ class Machine:
     process: int | None = None
 
     def __post_init__(self) -> None:
-        count = self._hosts
+        count = self.topology.num_processes
         if self.process is not None and not 0 <= self.process < count:
             known = (
                 '1 process, so it must be 0'
@@ -36,18 +36,14 @@ class Machine:
             )
             raise ValueError(f'--process={self.process}: {self.topology.name} has {known}')
 
-    @functools.cached_property
+    @property
     def devices(self) -> tuple[JaxDevice, ...]:
         """All devices."""
-        return tuple(self.topology.devices)
+        return self.topology.devices
 
     @functools.cached_property
     def _set(self) -> frozenset[JaxDevice]:
         return frozenset(self.devices)
-
-    @functools.cached_property
-    def _hosts(self) -> int:
-        return 1 + max(device.process_index for device in self.devices)
 
     @functools.cached_property
     def mesh(self) -> Mesh:
@@ -67,7 +63,7 @@ class Machine:
     @property
     def process_count(self) -> int:
         """How many processes the script sees."""
-        return 1 if self.process is None else self._hosts
+        return 1 if self.process is None else self.topology.num_processes
 
     def is_local(self, device: JaxDevice) -> bool:
         """Whether a device belongs to the script's process."""

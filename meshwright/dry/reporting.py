@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from meshwright.calls.compiling import Program
 from meshwright.calls.plain_call import list_held
@@ -46,8 +46,7 @@ def forecast_function(found: CompiledFunction) -> Forecast:
 
 def _mesh_of(found: CompiledFunction) -> Mesh:
     """The largest mesh that a function and its arguments name, or its devices along one axis."""
-    named = [s.mesh for s in found.call.shardings if isinstance(s, NamedSharding)]
-    meshes = [m for m in (*named, found.call.mesh) if isinstance(m, Mesh) and not m.empty]
+    meshes = [mesh for mesh in found.call.meshes if isinstance(mesh, Mesh)]
     if meshes:
         return max(meshes, key=lambda mesh: mesh.size)
     return Mesh(np.array(found.devices), ('devices',))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding
@@ -24,20 +24,15 @@ _ENDINGS = {
 }
 
 
-def summarize(run: DryRun, steps: Sequence[CompiledFunction]) -> str:
-    """What happened, the functions, and what had to be imitated.
-
-    Args:
-      run: the run.
-      steps: the functions whose forecasts follow.
-    """
+def summarize(run: DryRun) -> str:
+    """What happened, the functions, and what had to be imitated."""
     sections = [
         [_ending(run)],
         list(_table(run)),
         list(_compiled_again(run.functions)),
-        list(_list_counts('read as zeros, because nothing was computed', run.reads)),
-        list(_list_counts('imitated', run.imitated)),
-        list(_refused(run.refused)),
+        list(_list('read as zeros, because nothing was computed', run.reads)),
+        list(_list('imitated', run.imitated)),
+        list(_list('not written', dict.fromkeys(run.refused, 1))),
     ]
     return '\n\n'.join('\n'.join(lines) for lines in sections if lines)
 
@@ -121,7 +116,8 @@ def _spec_str(sharding: Any, rank: int) -> str:
     return 'on one device' if sharding is not None else 'not laid out'
 
 
-def _list_counts(title: str, counts: dict[str, int]) -> Iterator[str]:
+def _list(title: str, counts: Mapping[str, int]) -> Iterator[str]:
+    """The first of some things, each with how often it happened."""
     if not counts:
         return
     yield f'{title}:'
@@ -130,11 +126,3 @@ def _list_counts(title: str, counts: dict[str, int]) -> Iterator[str]:
         yield f'  {short_source(what)}{times}'
     if len(counts) > _LISTED:
         yield f'  and {len(counts) - _LISTED} more'
-
-
-def _refused(paths: Sequence[str]) -> Iterator[str]:
-    if paths:
-        yield 'not written:'
-        yield from (f'  {short_source(path)}' for path in paths[:_LISTED])
-        if len(paths) > _LISTED:
-            yield f'  and {len(paths) - _LISTED} more'
