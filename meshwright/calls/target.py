@@ -184,9 +184,8 @@ def _stand_in(config: MeshConfig, count: int, num_slices: int) -> tuple[Mesh, di
     return mesh, {axis: n for axis, n in over.items() if n > 1 and num_slices > 1}
 
 
-_CLIENTS: dict[
-    int, list[JaxDevice]
-] = {}  # jax keeps what it compiles by device, so equal ones are made once
+# jax keeps what it compiles by device, so equal ones are made once.
+_CLIENTS: dict[int, list[JaxDevice]] = {}
 
 
 def _cpu_devices(count: int) -> list[JaxDevice]:

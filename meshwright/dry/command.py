@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import sys
 import traceback
@@ -103,8 +102,9 @@ def _run(options: argparse.Namespace, script: dict[str, Any]) -> int:
     from meshwright.report.page import write_page
     from meshwright.report.terminal import forecast_table
     from partitioning.hardware import check_flags, describe_topology, parse_topology
+    from partitioning.hardware.topology import split_slices
 
-    name, slices = _read_topology(options.topology)
+    name, slices = split_slices(options.topology)
     check_flags(parse_topology(name)[0].platform)
     topology = describe_topology(name, num_slices=slices)
     machine = Machine(topology=topology, process=options.process)
@@ -130,11 +130,6 @@ def _run(options: argparse.Namespace, script: dict[str, Any]) -> int:
     if run.ending in ('error', 'exit') or not run.functions:
         return 2
     return int(any(one.fits is False for one in forecasts))
-
-
-def _read_topology(text: str) -> tuple[str, int]:
-    found = re.fullmatch(r'(\d+)x(\D.*)', text)
-    return (found[2], int(found[1])) if found else (text, 1)
 
 
 def _read_command(command: list[str], prog: str) -> dict[str, Any]:

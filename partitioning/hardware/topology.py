@@ -136,6 +136,12 @@ def describe_topology(
     return Topology(name, devices, chip, bounds, num_slices, closed)
 
 
+def split_slices(name: str) -> tuple[str, int]:
+    """Returns the name of one slice and the number of slices: '2xv5e:4x4' is 2 of 'v5e:4x4'."""
+    found = re.fullmatch(r'(\d+)x(\D.*)', name)
+    return (found[2], int(found[1])) if found else (name, 1)
+
+
 def parse_topology(name: str) -> tuple[Chip, tuple[int, ...]]:
     """Returns the chip and the arrangement of 'v5p:4x4x8' or 'v5p-256', or raises ValueError."""
     if isinstance(name, str):

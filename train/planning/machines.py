@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from partitioning.hardware import (
     parse_topology,
     stand_in_devices,
 )
+from partitioning.hardware.topology import split_slices
 from train.config import TrainConfig
 from train.errors import ConfigError
 
@@ -93,18 +93,16 @@ def parse_machine(text: str, *, on_cpu: bool = False) -> Machine:
     Raises:
       ValueError: if the chip is unknown, or its machines are written in another way.
     """
-    slices, topology = '1', text
-    if found := re.fullmatch(r'(\d+)x(\D.*)', text):
-        slices, topology = found.groups()
-    if int(slices) < 1:
+    topology, slices = split_slices(text)
+    if slices < 1:
         raise ConfigError(f'topology {text!r} has 0 slices: write {topology!r} for one slice')
     parse_topology(topology)
-    if on_cpu and int(slices) > 1:
+    if on_cpu and slices > 1:
         raise ConfigError(
             f'--on_cpu compiles for one slice, because CPU devices show no data centre network: '
             f'write {topology!r} in place of {text!r}, or remove --on_cpu'
         )
-    return Machine(topology, int(slices), on_cpu)
+    return Machine(topology, slices, on_cpu)
 
 
 def check_compilers(machines: Iterable[Machine]) -> None:
