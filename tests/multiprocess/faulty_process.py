@@ -1,7 +1,7 @@
 """One of several processes of a small run, in which one of them has a fault.
 
-The fault happens at a moment: when what the process does, as its watchdog knows it, begins with a
-text. The program ends like `meshwright train`, with its exit codes.
+The fault happens at a moment: when the process begins something whose title, as its watchdog knows
+it, begins with a text. The program ends like `meshwright train`, with its exit codes.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from train.data import CausalLM, Prefetch, Records
 from train.data.feed import LocalBatches
 from train.machine import devices as machine
 from train.processes import channel, output, signals
-from train.processes.activity import current_activity
+from train.processes.activity import Activity, current_activity
 from train.processes.environment import ProcessAddress
 from train.processes.joining import join_processes
 from train.processes.wire import Limits
@@ -88,8 +88,8 @@ def hang():
         time.sleep(0.05)
 
 
-# What another thread does at the moment. The other faults are in `command`.
-BY_THREAD = {
+# What happens at a moment. The other faults are in `command`.
+FAULTS = {
     'SIGKILL': lambda: os.kill(os.getpid(), signal.SIGKILL),
     'SIGSTOP': lambda: os.kill(os.getpid(), signal.SIGSTOP),
     'SIGTERM': lambda: os.kill(os.getpid(), signal.SIGTERM),
@@ -97,6 +97,9 @@ BY_THREAD = {
     'SIGHUP': lambda: os.kill(os.getpid(), signal.SIGHUP),
     'exception': raise_in_main_thread,
 }
+
+
+SIGNALS = ('SIGTERM', 'SIGINT', 'SIGHUP')
 
 
 def note(folder, index, text):
@@ -112,17 +115,43 @@ def await_ready(folder, indices):
         time.sleep(0.02)
 
 
-def await_moment(settings):
-    """Waits for the moment in a thread, and lets the fault happen."""
-    note_at = f'{settings.fault} of process {settings.index}'
-    while True:
-        place = current_activity().title
-        if place.startswith(settings.moment):
-            time.sleep(settings.delay)
-            note(settings.folder, settings.index, note_at)
-            BY_THREAD[settings.fault]()
+def fail_at_moment(settings):
+    """Lets the fault happen when the process begins something that is called like its moment."""
+    moment = settings.moment
+
+    def in_a_thread():
+        time.sleep(settings.delay)
+        begin_fault(settings)
+
+    def begins(title):
+        if not title.startswith(moment) or began.is_set():
             return
-        time.sleep(0.002)
+        began.set()
+        if settings.delay or title == first:
+            threading.Thread(target=in_a_thread, daemon=True).start()
+            return
+        begin_fault(settings)
+        while settings.fault in SIGNALS and not channel.connected_member()._paused:
+            time.sleep(0.002)  # The run must not be over before the others hear of the signal.
+
+    began, first = threading.Event(), current_activity().title
+    doing, begin_step = Activity.doing, Activity.begin_step
+
+    def doing_with_fault(self, title):
+        begins(title)
+        return doing(self, title)
+
+    def begin_step_with_fault(self, step):
+        begin_step(self, step)
+        begins(self.title)
+
+    Activity.doing, Activity.begin_step = doing_with_fault, begin_step_with_fault
+    begins(first)
+
+
+def begin_fault(settings):
+    note(settings.folder, settings.index, f'{settings.fault} of process {settings.index}')
+    FAULTS[settings.fault]()
 
 
 def config(settings):
@@ -160,8 +189,8 @@ def command(settings):
     jax.config.update('jax_platforms', 'cpu')
     machine.use_virtual_devices(settings.devices)
     fault = settings.fault
-    if fault in BY_THREAD:
-        threading.Thread(target=await_moment, args=(settings,), daemon=True).start()
+    if fault in FAULTS:
+        fail_at_moment(settings)
     if fault == 'other jax':
         found = channel.packages()
         channel.packages = lambda: {**found, 'jax': '0.0.1'}
