@@ -8,6 +8,15 @@ from meshwright.checks.golden import (
 from meshwright.checks.golden_file import (
     Tolerances as Tolerances,
 )
+from meshwright.dumps.drawing import (
+    dump_table as dump_table,
+)
+from meshwright.dumps.program import (
+    DumpedProgram as DumpedProgram,
+)
+from meshwright.dumps.reading import (
+    read_dump as read_dump,
+)
 from meshwright.forecasting import (
     forecast as forecast,
 )
@@ -29,6 +38,9 @@ from meshwright.program.operations import (
 from meshwright.program.peak_memory import (
     LiveArray as LiveArray,
     PeakMemory as PeakMemory,
+)
+from meshwright.report.answers import (
+    answer_schema as answer_schema,
 )
 from meshwright.report.forecasts import (
     Compilation as Compilation,

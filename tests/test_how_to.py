@@ -1,18 +1,24 @@
 """The programs of the how-to guides run; those for the six wishes train alike on two meshes."""
 
 import ast
+import contextlib
 import functools
 import importlib
+import io
 import json
 import re
 import shutil
+import subprocess
+import sys
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+from contract import check_answers
 
 from tests.code_blocks import ROOT, Block, read_blocks, run_block, run_blocks
 from train.checkpoints import Checkpoints
+from train.cli import main
 from train.data.text import sources
 
 # The guides to what users wish for most. Their programs must stay short.
@@ -87,7 +93,8 @@ def test_the_programs_run(page, run_on, tmp_path, monkeypatch, traces):
 
 
 @pytest.mark.parametrize(
-    'guide', ['export', 'forecast', 'resume_and_restore', 'when_a_run_is_interrupted']
+    'guide',
+    ['export', 'forecast', 'read_a_dump', 'resume_and_restore', 'when_a_run_is_interrupted'],
 )
 def test_the_programs_of_a_guide_print_what_it_shows(guide, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -102,6 +109,37 @@ def test_the_weights_of_a_small_llama(tmp_path, monkeypatch):
     for number in range(120):
         (tmp_path / f'corpus/{number}.txt').write_text(f'This is text number {number}. ' * 20)
     run_blocks('docs/how-to/use_hugging_face_weights.md')
+
+
+def test_a_program_chooses_a_machine(monkeypatch):
+    """The command runs in this process. Chips that cost less make the larger machine cheaper."""
+    program, described = read_blocks('docs/how-to/choose_a_machine.md', 'python')
+    run_block(described, {})
+    assert len(program.code.split('\n\n\n')[1].splitlines()) <= LINES
+    done: dict = {}
+
+    def run(command, **how):
+        assert how == {'capture_output': True, 'text': True} and command[1:3] == ['-m', 'train.cli']
+        if tuple(command) not in done:
+            out, err = io.StringIO(), io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                status = main(command[3:])
+            texts = out.getvalue(), err.getvalue()
+            done[tuple(command)] = subprocess.CompletedProcess(command, status, *texts)
+        return done[tuple(command)]
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(subprocess, 'run', run)
+    code = program.code.replace("{'v5e:4x4': 1.2, 'v5e:8x8': 1.2, 'v6e:4x4': 2.7}", 'prices')
+    assert code != program.code
+    small = program._replace(code=code)
+    names: dict = {'prices': {'v5e:4x4': 1.2, 'v5e:8x8': 1.2}}
+    assert run_block(small, names) == "('v5e:4x4', True)\n"
+    assert run_block(small, {'prices': {'v5e:4x4': 9.0, 'v5e:8x8': 0.1}}) == "('v5e:8x8', True)\n"
+    [answered] = done.values()
+    check_answers(json.loads(answered.stdout))
+    with pytest.raises(ValueError, match='error: no run'):
+        names['choose'](sys.executable, '-m', 'train.cli', 'forecast')
 
 
 def test_a_mixture_of_experts(tmp_path, monkeypatch):

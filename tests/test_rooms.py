@@ -35,7 +35,7 @@ FLOORS = {
         {'report'},
         {'changes', 'describing'},
         {'forecasting'},
-        {'checks', 'dry'},
+        {'checks', 'dry', 'dumps'},
     ],
     'train': [
         {'errors'},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -99,6 +98,7 @@ def _run(options: argparse.Namespace, script: dict[str, Any]) -> int:
     from meshwright.dry.reporting import find_steps, forecast_function
     from meshwright.dry.script import Script, run_script
     from meshwright.dry.summary import summarize
+    from meshwright.report.answers import answer_of, answers_json, exit_status
     from meshwright.report.page import write_page
     from meshwright.report.terminal import forecast_table
     from partitioning.hardware import check_flags, describe_topology, parse_topology
@@ -114,9 +114,10 @@ def _run(options: argparse.Namespace, script: dict[str, Any]) -> int:
     if run.ending == 'error' and run.error is not None:
         _print_error(run.error)
     forecasts = [forecast_function(one) for one in find_steps(run.functions)]
-    figures = [forecast.as_dict() for forecast in forecasts]
+    answers = [answer_of(forecast) for forecast in forecasts]
+    figures = answers_json('dry', answers, {'ending': run.ending})
     if options.json:
-        print(json.dumps({'ending': run.ending, 'forecasts': figures}))
+        print(figures)
     else:
         print(f'\nDry run of {script["name"]} on {options.topology}\n')
         print(summarize(run))
@@ -126,10 +127,10 @@ def _run(options: argparse.Namespace, script: dict[str, Any]) -> int:
     if folder is not None and forecasts:
         folder.mkdir(parents=True, exist_ok=True)
         write_page(forecasts, folder / 'forecast.html')
-        (folder / 'forecast.json').write_text(json.dumps(figures) + '\n')
+        (folder / 'forecast.json').write_text(figures + '\n')
     if run.ending in ('error', 'exit') or not run.functions:
         return 2
-    return int(any(one.fits is False for one in forecasts))
+    return exit_status(answers)
 
 
 def _read_command(command: list[str], prog: str) -> dict[str, Any]:

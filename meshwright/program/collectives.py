@@ -71,10 +71,12 @@ class MeshAxes:
     Attributes:
       sizes: the size of each axis, in the order of the mesh.
       slices: the number of slices along axes that span several.
+      order: the number of the device at each place of the mesh; empty if they ascend.
     """
 
     sizes: Mapping[str, int]
     slices: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    order: tuple[int, ...] = ()
 
     def within(self, groups: Groups) -> tuple[str, ...]:
         """The axes that groups of devices span.
@@ -82,6 +84,9 @@ class MeshAxes:
         Programs for several slices number the devices of one slice.
         """
         sizes = dict(self.sizes)
+        if self.order:
+            places = {device: place for place, device in enumerate(self.order)}
+            groups = tuple(tuple(places.get(n, n) for n in group) for group in groups)
         listed = 1 + max(max(group) for group in groups)
         if listed < math.prod(sizes.values()):
             sizes = {name: size // self.slices.get(name, 1) for name, size in sizes.items()}
@@ -102,8 +107,8 @@ def find_collectives(
     started = {
         name
         for visit in visits
-        if visit.instruction.opcode == 'async-start'
-        for name in visit.instruction.called('calls')
+        if visit.instruction.opcode in ('async-start', 'call-start')
+        for name in (*visit.instruction.called('calls'), *visit.instruction.called('to_apply'))
     }
     for visit in visits:
         for instruction, inside in _exchanging(program, visit.instruction, visit.computation):
@@ -165,7 +170,7 @@ def _describe(
         axes = tuple(mesh.slices) if mesh else ()
     else:
         kind, network = instruction.opcode.removesuffix('-start'), 'ici'
-        groups = parse_groups(instruction.attributes, program.num_partitions)
+        groups = parse_groups(instruction.attributes, program.num_devices)
         axes, size = mesh.within(groups) if mesh else (), len(groups[0])
         if kind == 'all-reduce' and inside.name.startswith(_REDUCE_SCATTER):
             kind = 'reduce-scatter'

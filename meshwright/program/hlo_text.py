@@ -18,7 +18,7 @@ _BITS = {'pred': 8, 'token': 0, 'opaque': 0}
 DEVICE_MEMORY, HOST_MEMORY = 0, 5
 
 _INSTRUCTION = re.compile(r'^\s+(ROOT )?%?([\w.\-]+) = ')
-_COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+) \(.*\{$')
+_COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$')
 # Computations of other cores than the main one, such as SparseCores, say so at their end.
 _END = re.compile(r'^\}(, execution_thread=.*)?$')
 _ARRAY = re.compile(r'(\w+)\[([\d,<= ]*)\](\{[^{}]*\})?')
@@ -26,6 +26,7 @@ _ORDER = re.compile(r'\{([\d,]*)')
 _TILE = re.compile(r'T\(([\d,]+)\)')
 _SPACE = re.compile(r'S\((\d+)\)')
 _BRACKETS = re.compile(r'[()]')
+_TYPE = re.compile(r'\w+\[[^\]]*\](?:\{[^}]*\})?')
 
 
 class ArrayType(NamedTuple):
@@ -115,7 +116,7 @@ class HloProgram:
     Attributes:
       entry: the computation that runs.
       computations: all computations by name.
-      num_partitions: the number of devices that run it.
+      num_devices: the number of devices that run it: its partitions times its replicas.
       header: the first line, with the aliases of arguments and outputs.
       sources: the 'file:line' of each stack frame, by its number.
       callers: the number of the frame that called each stack frame, 0 for the outermost.
@@ -123,7 +124,7 @@ class HloProgram:
 
     entry: Computation
     computations: Mapping[str, Computation]
-    num_partitions: int
+    num_devices: int
     header: str
     sources: Mapping[int, str]
     callers: Mapping[int, int] = dataclasses.field(default_factory=dict)
@@ -154,7 +155,7 @@ def parse_hlo(text: str) -> HloProgram:
     """Parses `compiled.as_text()`.
 
     Raises:
-      ValueError: if the text is not a program.
+      ValueError: if the text is not a program, or if it is cut off.
     """
     header = text.partition('\n')[0]
     computations: dict[str, Computation] = {}
@@ -165,20 +166,26 @@ def parse_hlo(text: str) -> HloProgram:
             entry = name if start[1] else entry
         elif _END.match(line):
             computations[name] = Computation(name=name, instructions=instructions)
+            name = ''
         elif _INSTRUCTION.match(line):
-            instruction = _parse_instruction(line)
+            try:
+                instruction = _parse_instruction(line)
+            except ValueError as error:
+                raise ValueError(f'the text is cut off in {line.strip()[:60]!r}') from error
             instructions[instruction.name] = instruction
+    if name:
+        raise ValueError(f'the text is cut off: the computation {name!r} has no end')
     if entry not in computations:
         raise ValueError(
             f'not the text of a compiled program: no ENTRY computation after {header[:60]!r}; '
             'give compiled.as_text()'
         )
-    partitions = re.search(r'num_partitions=(\d+)', header)
+    counts = re.findall(r'\b(?:num_partitions|replica_count)=(\d+)', header)
     sources, callers = _parse_sources(text)
     return HloProgram(
         entry=computations[entry],
         computations=computations,
-        num_partitions=int(partitions[1]) if partitions else 1,
+        num_devices=math.prod(map(int, counts)),
         header=header,
         sources=sources,
         callers=callers,
@@ -222,7 +229,7 @@ def _closing(line: str, opening: int) -> int:
         depth += 1 if bracket[0] == '(' else -1
         if not depth:
             return bracket.end()
-    raise ValueError(f'a bracket is never closed: {line[:100]!r}')
+    raise ValueError('a bracket is never closed')
 
 
 def _parse_arrays(text: str) -> Iterator[ArrayType]:
@@ -259,8 +266,8 @@ def _operand_names(text: str) -> tuple[str, ...]:
     """The names in a list of operands, which may have types before them."""
     if '%' in text:
         return tuple(re.findall(r'%([\w.\-]+)', text))
-    words = re.sub(r'/\*.*?\*/', '', text).split(',')
-    return tuple(word.split()[-1] for word in words if word.strip())
+    without_types = _BRACKETS.sub('', _TYPE.sub('', re.sub(r'/\*.*?\*/', '', text)))
+    return tuple(word.split()[-1] for word in without_types.split(',') if word.strip())
 
 
 def _parse_sources(text: str) -> tuple[dict[int, str], dict[int, int]]:

@@ -27,10 +27,16 @@ def visit_program(program: HloProgram) -> list[Visit]:
     """Returns the instructions of a program in the order in which they first run.
 
     The bodies of loops and calls are entered. A fusion is one operation, and is not entered.
-    Of the branches of a conditional, the one with the most estimated cycles is entered. A loop
-    whose length the text does not tell counts once.
+    Of the branches of a conditional, the one with the most estimated cycles is entered, or the
+    longest one if there are no estimates. A loop whose length the text does not tell counts once.
     """
     return list(_visit(program, program.entry, 1))
+
+
+def loops_of_unknown_length(program: HloProgram, visits: list[Visit]) -> tuple[Instruction, ...]:
+    """The loops of a program that count once, because its text does not tell their length."""
+    loops = {v.instruction.name: v.instruction for v in visits if v.instruction.opcode == 'while'}
+    return tuple(loop for loop in loops.values() if _trip_count(program, loop) is None)
 
 
 def cycles_of(instruction: Instruction) -> int | None:
@@ -49,9 +55,9 @@ def _visit(program: HloProgram, computation: Computation, times: int) -> Iterato
 def _entered(program: HloProgram, instruction: Instruction) -> list[tuple[str, int]]:
     """The computations that an instruction runs, and how often."""
     if instruction.opcode == 'while':
-        (body,), (condition,) = instruction.called('body'), instruction.called('condition')
-        return [(body, _trip_count(program, instruction, condition))]
-    if instruction.opcode == 'call':
+        (body,), count = instruction.called('body'), _trip_count(program, instruction)
+        return [(body, 1 if count is None else count)]
+    if instruction.opcode in ('call', 'call-start'):
         return [(name, 1) for name in instruction.called('to_apply')]
     if instruction.opcode == 'async-start':
         return [(name, 1) for name in instruction.called('calls')]
@@ -61,27 +67,28 @@ def _entered(program: HloProgram, instruction: Instruction) -> list[tuple[str, i
             *instruction.called('false_computation'),
         )
 
-        def total_cycles(name: str) -> int:
-            visits = _visit(program, program.computations[name], 1)
-            return sum((cycles_of(v.instruction) or 0) * v.times for v in visits)
+        def length(name: str) -> tuple[int, int]:
+            visits = list(_visit(program, program.computations[name], 1))
+            cycles = sum((cycles_of(v.instruction) or 0) * v.times for v in visits)
+            return cycles, sum(v.times for v in visits)
 
-        return [(max(names, key=total_cycles), 1)]
+        return [(max(names, key=length), 1)]
     return []
 
 
-def _trip_count(program: HloProgram, loop: Instruction, condition: str) -> int:
-    """The number of iterations of a loop.
+def _trip_count(program: HloProgram, loop: Instruction) -> int | None:
+    """The number of iterations of a loop, or None if the text does not tell it.
 
     The text of CPU and GPU programs has it. In programs for TPUs, it is the constant with which the
     condition compares the counter, which starts at 0.
     """
     if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(found[1])
-    comparison = program.computations[condition]
+    comparison = program.computations[loop.called('condition')[0]]
     constants = [
         int(i.literal)
         for i in comparison.instructions.values()
         if i.opcode == 'constant' and i.literal.isdigit()
     ]
     below = comparison.root.opcode == 'fusion' or 'direction=LT' in comparison.root.attributes
-    return constants[0] if below and len(constants) == 1 else 1
+    return constants[0] if below and len(constants) == 1 else None

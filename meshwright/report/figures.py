@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
+from meshwright.program.collectives import Collective
 from meshwright.report.forecasts import Forecast
 from meshwright.time.work import Origin
 from partitioning.amounts import bytes_str, flops_str, seconds_str, share_str
@@ -153,8 +154,13 @@ def network_name(forecast: Forecast, network: str, axes: Sequence[str]) -> str:
 
 def sum_exchanges(forecast: Forecast) -> tuple[Sent, ...]:
     """The exchanges of a forecast, added up by kind, mesh axes and network."""
+    return sum_collectives(collective for collective, _ in forecast.collectives)
+
+
+def sum_collectives(collectives: Iterable[Collective]) -> tuple[Sent, ...]:
+    """Exchanges, added up by kind, mesh axes and network."""
     groups = collections.defaultdict(list)
-    for collective, _ in forecast.collectives:
+    for collective in collectives:
         groups[collective.kind, collective.axes, collective.network].append(collective)
     return tuple(
         Sent(

@@ -8,6 +8,7 @@ from pathlib import Path
 import dry_script
 import jax
 import pytest
+from contract import check_answers
 from described_machines import needs_cuda_plugin, needs_libtpu
 from dry_script import HIDDEN, ROWS, WIDTH
 from jax.sharding import NamedSharding, PartitionSpec
@@ -60,12 +61,13 @@ def test_a_script_runs_as_if_the_machine_were_there(run_dry, topology, tmp_path)
         f'{(ROWS, WIDTH)}: loss 0.00, 1 lines',
     ]
     found = json.loads(last)
-    (made,) = found['forecasts']
+    check_answers(found)
+    [made] = [answer['details'] for answer in found['answers']]
     by_hand = compiled_by_hand(describe_topology(topology).devices)
     sizes = by_hand.memory_analysis()
     parts = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
     peak = min(parts - sizes.alias_size_in_bytes, sizes.peak_memory_in_bytes)
-    assert (status, found['ending'], made['function']) == (0, 'steps', 'train_step')
+    assert (status, found['details']['ending'], made['function']) == (0, 'steps', 'train_step')
     assert made['memory']['peak'] == peak
     assert made['memory']['parameters'] == 2 * 4 * WIDTH * HIDDEN // 8
     mesh = mesh_axes(dry_script.make_mesh(describe_topology(topology).devices))

@@ -85,7 +85,7 @@ def test_a_step_is_compiled_for_a_tpu(capsys, tmp_path):
     flags = ['--gin.SEQUENCE_LENGTH=128', '--topology=v5e:2x2', '--json', f'--out={tmp_path}/made']
     status = main(['forecast', *run, *flags])
     out = capsys.readouterr().out
-    [one] = json.loads(out)['forecasts']
+    [one] = [answer['details'] for answer in json.loads(out)['answers']]
     assert (status, one['fits'], one['back_end']) == (0, True, 'tpu')
     count = 384 * 128 + 2 * (4 * 128 * 128 + 3 * 128 * 256 + 2 * 128) + 128
     memory = one['memory']

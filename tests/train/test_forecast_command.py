@@ -6,6 +6,7 @@ from pathlib import Path
 
 import gin
 import pytest
+from contract import check_answers
 from forecasts_by_hand import GIB, make_forecast
 
 from train.cli import forecasting as command
@@ -28,7 +29,8 @@ def test_a_run_is_forecast_on_two_machines_without_its_data(forecast, tmp_path):
     machines = ('--topology=v5p:4x4x4', '--topology=2xv5e-256')
     status, out, err = forecast(*arguments, *machines, '--json', f'--out={tmp_path}/made')
     held = json.loads(out)
-    first, second = held['forecasts']
+    check_answers(held)
+    first, second = (answer['details'] for answer in held['answers'])
     assert status == (0 if held['fits'] else 1)
     assert (first['topology'], first['num_devices']) == ('v5p:4x4x4', 64)
     assert (second['topology'], second['num_slices']) == ('v5e:16x16', 2)
@@ -102,7 +104,7 @@ def test_virtual_devices_stand_for_a_machine_whose_compiler_is_not_installed(for
     arguments = ('pretrain', 'configs/models/tiny.gin', '--topology=v5e:4x4', '--gin.BATCH_SIZE=16')
     sizes = ('--gin.SEQUENCE_LENGTH=8', '--gin.TransformerConfig.num_layers=1')
     status, out, _ = forecast(*arguments, *sizes, '--on_cpu', '--json')
-    [one] = json.loads(out)['forecasts']
+    [one] = [answer['details'] for answer in json.loads(out)['answers']]
     assert (status, one['back_end'], one['chip'], one['num_devices']) == (0, 'cpu', 'v5e', 16)
     assert one['memory']['limit'] and any('virtual CPU devices' in note for note in one['notes'])
     # Embedding, norms, attention and MLP of one layer; the norms' 3 x 128 scales are divided too.
@@ -127,7 +129,7 @@ def test_what_would_make_a_run_fit(forecast):
         *('pretrain', 'configs/models/8b.gin', 'configs/partitioning/data_parallel.gin'),
         *('--gin.BATCH_SIZE=64', '--topology=v5e:8x8', '--no_compile', '--json'),
     )
-    [one] = json.loads(out)['forecasts']
+    [one] = [answer['details'] for answer in json.loads(out)['answers']]
     assert status == 1 and one['fits'] is False
     assert one['memory']['peak'] > 12 * 8_030_261_248 > one['memory']['limit']
     fitting = [change['setting'] for change in one['changes'] if change['fits']]
@@ -140,18 +142,23 @@ def test_the_machines_that_a_model_fits_into(forecast, tmp_path):
     flags = ('--topology=v5e:2x2', '--batch_tokens=8K', '--sequence_length=128', '--json')
     status, out, _ = forecast(str(tmp_path), *flags, f'--out={tmp_path}/run.gin', command='fits')
     held = json.loads(out)
-    assert (status, held['batch_tokens'], held['model']) == (0, 8192, 'qwen2')
-    [row] = held['machines']
-    assert row['fits'] and row['layout'] == 'fsdp, remat none' and row['back_end'] == 'none'
-    assert row['low'] < row['seconds'] < row['high']
-    assert row['tokens_per_second'] == pytest.approx(8192 / row['seconds'])
-    assert held['smallest']['v5e']['machine'] == 'v5e:1x1'
-    assert (tmp_path / 'run.gin').read_text() == held['gin']
+    check_answers(held)
+    made, [row] = held['details'], held['answers']
+    assert (status, made['batch_tokens'], made['model']) == (0, 8192, 'qwen2')
+    assert row['fits'] and row['details']['layout'] == 'fsdp, remat none'
+    assert (row['machine'], row['compiler']) == ('v5e:2x2', 'by formula')
+    assert row['time']['low'] < row['time']['seconds'] < row['time']['high']
+    speed = row['details']['tokens_per_second']
+    assert speed == pytest.approx(8192 / row['time']['seconds'])
+    assert made['smallest']['v5e']['machine'] == 'v5e:1x1'
+    assert (tmp_path / 'run.gin').read_text() == made['gin']
     arguments = (f'{tmp_path}/run.gin', '--topology=v5e:2x2', '--no_compile', '--json')
     gin.clear_config()
-    [again] = json.loads(forecast(*arguments)[1])['forecasts']
+    [again] = json.loads(forecast(*arguments)[1])['answers']
     # Biases are replicated; everything else is divided over the 4 devices.
-    assert again['memory']['parameters'] == pytest.approx(held['num_parameters'], rel=0.01)
+    assert again['details']['memory']['parameters'] == pytest.approx(
+        made['num_parameters'], rel=0.01
+    )
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # The packages whose errors say why gs:// and s3:// cannot be used, such as missing credentials.
 _OF_STORES = ('aiohttp', 'botocore', 'gcsfs', 'google')
+# The packages whose errors explain themselves.
+_PACKAGES = ('partitioning', 'meshwright', 'train')
 _OF_TRAINER = ('etils', 'orbax', 'grain', 'rich', 'tensorboardX')
 
 
@@ -208,7 +210,7 @@ def explain(error: Exception) -> str | None:
     # gin appends lines that name the configurable it was calling.
     text, _, called = str(error).partition("\n  In call to configurable '")
     message, called = ' '.join(text.split()), called.partition("'")[0]
-    if any(raised_in.is_relative_to(root / package) for package in ('partitioning', 'train')):
+    if any(raised_in.is_relative_to(root / package) for package in _PACKAGES):
         from train.gin.parsing import find_place
 
         place = find_place(message)

@@ -25,6 +25,11 @@ COMMANDS = {
         'run an untouched script as if a machine were there',
         'v5e:4x4 -- python train.py',
     ),
+    'explain': (
+        'explaining.explain_dump',
+        'say what a dump of XLA tells about a program',
+        'dump --mesh=data=4,model=2',
+    ),
     'fits': (
         'fitting.find_machines',
         'say on which machines a model of Hugging Face can be trained',

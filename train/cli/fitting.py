@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -111,9 +110,11 @@ def _show(
     options: argparse.Namespace,
 ) -> None:
     """Prints the answer, and writes or prints the gin file."""
+    from meshwright.report.answers import answers_json
+    from meshwright.report.plain_values import to_plain
     from train.errors import os_errors_as
     from train.planning.gin_text import write_fit
-    from train.planning.tables import as_dict, describe_model, fits_table
+    from train.planning.tables import describe_model, fit_answer, fits_table
     from train.reporting.console import SafeConsole
 
     fitting = [fit for fit in (*found, *smallest.values()) if fit is not None and fit.fits]
@@ -129,11 +130,13 @@ def _show(
             'differs': list(model.differs),
             'batch_tokens': work.batch_tokens,
             'sequence_length': work.row_tokens,
-            'machines': [as_dict(fit, work) for fit in found],
-            'smallest': {k: None if x is None else as_dict(x, work) for k, x in smallest.items()},
+            'smallest': {
+                name: None if fit is None else to_plain(fit_answer(fit, work))
+                for name, fit in smallest.items()
+            },
             'gin': text,
         }
-        print(json.dumps(held, indent=1))
+        print(answers_json('fits', [fit_answer(fit, work) for fit in found], held))
         return
     console = SafeConsole()
     if not console.is_terminal:

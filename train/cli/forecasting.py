@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import os
 import shutil
 import sys
@@ -205,13 +204,10 @@ def _forecast_all(
 
 
 def _to_json(forecasts: Sequence[Forecast]) -> str:
-    """The forecasts as JSON: {"fits": ..., "forecasts": [...]}, in their order.
+    """The forecasts as JSON, in their order: the contract that meshwright/report/answers.py has."""
+    from meshwright.report.answers import answer_of, answers_json
 
-    "fits" is whether all of them fit, or null if that is not known.
-    """
-    fits = [one.fits for one in forecasts]
-    everywhere = None if None in fits and False not in fits else all(fits)
-    return json.dumps({'fits': everywhere, 'forecasts': [one.as_dict() for one in forecasts]})
+    return answers_json('forecast', [answer_of(one) for one in forecasts])
 
 
 def _write_files(

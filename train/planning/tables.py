@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,6 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.report.answers import Answer, answer_of
 from partitioning.amounts import bytes_str, seconds_str, share_str
 from partitioning.hardware.chips import GIB
 from partitioning.pictures.figures import new_figure
@@ -128,25 +130,29 @@ def _cells(fit: Fit, work: Workload) -> list[str]:
     ]
 
 
-def as_dict(fit: Fit, work: Workload) -> dict[str, Any]:
-    """Returns the figures of one machine, not rounded, for JSON."""
-    forecast = fit.forecast
-    time = forecast.time if forecast else None
-    return {
-        'machine': str(fit.machine),
-        'num_devices': fit.machine.num_devices,
-        'fits': fit.fits,
-        'peak': forecast.memory.peak if forecast else None,
-        'limit': forecast.memory.limit if forecast else None,
-        'layout': str(fit.candidate) if fit.candidate else None,
-        'problem': fit.problem,
-        'seconds': time.seconds if time else None,
-        'low': time.low if time else None,
-        'high': time.high if time else None,
+def fit_answer(fit: Fit, work: Workload) -> Answer:
+    """Returns the figures of one machine, not rounded, in the contract for programs."""
+    forecast, machine = fit.forecast, str(fit.machine)
+    if forecast is None:
+        return Answer(
+            function='train_step',
+            machine=machine,
+            num_devices=fit.machine.num_devices,
+            chip=fit.machine.chip.name,
+            mesh=None,
+            compiler='by formula',
+            fits=False,
+            peak=None,
+            limit=fit.machine.chip.hbm_bytes_per_device,
+            problem=fit.problem,
+            details={'layout': None, 'tokens_per_second': None},
+        )
+    time = forecast.time
+    details = {
+        'layout': str(fit.candidate),
         'tokens_per_second': work.batch_tokens / time.seconds if time else None,
-        'mfu': forecast.mfu if forecast else None,
-        'back_end': forecast.back_end if forecast else None,
     }
+    return dataclasses.replace(answer_of(forecast), machine=machine, details=details)
 
 
 _COLORS = ('#31688e', '#35b779', '#e07b39', '#7b5ea7', '#c8a415', '#d1495b', '#4d4d4d')

@@ -1,0 +1,59 @@
+"""`meshwright explain`: what a dump of XLA or jax says about a program."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from train.cli.command import OneLineParser, run_command
+
+_DESCRIPTION = """\
+Says what a compiled program sends and needs, and from which lines, from what XLA has
+written about it. Nothing is run or compiled, and no device is needed.
+
+  XLA_FLAGS=--xla_dump_to=dump python train.py
+  {prog} dump
+  {prog} dump --module=train_step --mesh=data=4,model=2 --chip=h100
+
+DUMP is a folder of --xla_dump_to or of JAX_DUMP_IR_TO, or one text: HLO at any stage
+(compiled.as_text()), or StableHLO (lowered.as_text()).
+
+The exit status is 0, 1 if the program does not fit the chip of --chip, and 2 after an
+error.
+"""
+
+
+def explain_dump(arguments: Sequence[str], prog: str) -> int:
+    """Runs `meshwright explain`, and returns its exit status."""
+    parser = OneLineParser(prog, 'DUMP [...]', _DESCRIPTION)
+    parser.add_argument('dump', metavar='DUMP', help='a folder, or a text')
+    parser.add_argument(
+        '--module',
+        metavar='NAME',
+        help='the module of a folder, such as jit_step (the largest compiled one)',
+    )
+    parser.add_argument(
+        '--mesh',
+        metavar='AXES',
+        help='the mesh axes in the order of the devices, such as data=4,model=2',
+    )
+    parser.add_argument('--chip', metavar='CHIP', help='compare the peak with a chip, such as v5e')
+    parser.add_argument('--json', action='store_true', help='print exact figures as JSON')
+    parser.add_traceback()
+    options = parser.parse_args(arguments)
+    return run_command(lambda: _answer(options), options)
+
+
+def _answer(options: argparse.Namespace) -> int:
+    from meshwright import dump_table, read_dump
+    from meshwright.dumps.as_answer import dump_answer
+    from meshwright.dumps.mesh_sizes import parse_mesh
+    from meshwright.report.answers import answers_json, exit_status
+
+    mesh = None if options.mesh is None else parse_mesh(options.mesh)
+    program = read_dump(options.dump, module=options.module, mesh=mesh, chip=options.chip)
+    answer = dump_answer(program)
+    print(answers_json('explain', [answer]) if options.json else dump_table(program), end='')
+    if options.json:
+        print()
+    return exit_status([answer])
