@@ -16,9 +16,15 @@ from meshwright.dumps.program import (
 )
 from meshwright.dumps.reading import (
     read_dump as read_dump,
+from meshwright.findings.program_findings import (
+    Findings as Findings,
+    lint_program as lint_program,
 )
 from meshwright.forecasting import (
     forecast as forecast,
+)
+from meshwright.linting import (
+    lint as lint,
 )
 from meshwright.program.collectives import (
     Collective as Collective,

@@ -7,9 +7,10 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from meshwright.calls.compiled_call import CompiledCall
 from meshwright.calls.compiling import Program
 from meshwright.calls.held import ROLES, HeldArray, free_axes
-from meshwright.calls.target import Target
+from meshwright.calls.target import Target, target_of_mesh
 from meshwright.causes import Cause, explain_estimate, explain_program
 from meshwright.jaxpr import (
     MemoryEstimate,
@@ -38,6 +39,11 @@ _STAND_IN = (
     'TPUs; kernels that the model chooses by device are kernels for CPUs',
     'compiled for virtual CPU devices: exchanges of bfloat16 have twice their bytes, '
     'reduce-scatters appear as all-reduces, and there is no estimate of time',
+)
+
+_NO_TRACE = (
+    'the function was compiled already, and has no trace: FLOPs are those that its compiler '
+    'counts, exchanges have no causes, and there is no estimate of time'
 )
 
 Exchanges = tuple[tuple[Collective, Cause | None], ...]
@@ -102,6 +108,54 @@ def describe_program(
         arrays=tuple(array.row for array in held),
         rings=() if target.is_stand_in else tuple(axis_rings(mesh)),
         placement=None if target.is_stand_in else find_placement(mesh),
+    )
+
+
+def describe_compiled(call: CompiledCall) -> Forecast:
+    """The forecast of a program of which there is no trace: without causes, formulas and time."""
+    target = target_of_mesh(call.mesh)
+    costs = read_costs(call.compiled, call.mesh, target.slices)
+    collectives = sorted(
+        ((c, None) for c in costs.collectives), key=lambda pair: -pair[0].total_bytes
+    )
+    buffers = tuple((array, None) for array in costs.at_peak.arrays[:_LARGEST])
+    roles: dict[str, Any] = {
+        role: sum(a.nbytes for a in call.held if a.role == role) for role in ROLES
+    }
+    analysis = call.compiled.cost_analysis() or {}
+    flops = float((analysis[0] if isinstance(analysis, list) else analysis).get('flops', 0.0))
+    return Forecast(
+        function=call.name,
+        topology=target.topology,
+        num_slices=target.num_slices,
+        chip=target.chip,
+        num_devices=call.mesh.size,
+        mesh=dict(call.mesh.shape),
+        back_end=target.back_end,
+        back_end_version=target.version,
+        memory=MemoryForecast(
+            limit=None if target.chip is None else target.chip.hbm_bytes_per_device,
+            peak=costs.memory.peak if costs.memory else costs.at_peak.nbytes,
+            arguments=sum(array.nbytes for array in call.held),
+            **roles,
+            temporaries=costs.memory.temporaries if costs.memory else None,
+            gradients=0,
+            activations=0,
+            analytic_peak=0,
+            buffers=map_texts(buffers, shorten_sources),
+            live=costs.at_peak.nbytes,
+        ),
+        model_flops=flops,
+        program_flops=flops,
+        time=None,
+        collectives=map_texts(tuple(collectives), shorten_sources),
+        replicated=_replicated(call.held, call.mesh),
+        warnings=(),
+        notes=(_NO_TRACE,),
+        compilation=Compilation(seconds=0.0, peak_rss=0),
+        arrays=tuple(array.row for array in call.held),
+        rings=tuple(axis_rings(call.mesh)),
+        placement=find_placement(call.mesh),
     )
 
 

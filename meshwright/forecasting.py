@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from meshwright.calls.call import Call, read_call
+from meshwright.calls.call import Call
+from meshwright.calls.compiled_call import check_no_trace_needed, is_compiled, read_compiled
 from meshwright.calls.compiling import Program, Progress, compile_traced, peak_rss
-from meshwright.calls.target import target_of_mesh, target_of_topology, version_of
+from meshwright.calls.target import target_of_mesh
 from meshwright.changes import SettingChange, list_general_changes, rank_changes
-from meshwright.describing import describe_program, read_program
-from meshwright.program.costs import read_text
+from meshwright.describing import describe_compiled, describe_program, read_program
+from meshwright.examining import Examined, examine
 from meshwright.report.forecasts import Compilation, Forecast
-from partitioning.hardware import OptionValue, check_flags, parse_topology
+from partitioning.hardware import OptionValue
 
 
 def forecast(
@@ -45,10 +46,12 @@ def forecast(
 
     Args:
       fn: the function: what `jax.jit`, `nnx.jit`, `eqx.filter_jit` or `partitioner.partition`
-        returned, or what its `trace` returned.
+        returned, or what its `trace`, `lower(...)` or `lower(...).compile()` returned. What is
+        lowered or compiled stays on its machine, and has no trace: its exchanges have lines and no
+        causes, and its time is not known.
       *args: the arguments of a call, as ShapeDtypeStructs, arrays or static values; none for a
-        function that is traced already. Their shardings may be on devices that are here, on
-        virtual or described ones, or on an AbstractMesh.
+        function that is traced, lowered or compiled already. Their shardings may be on devices that
+        are here, on virtual or described ones, or on an AbstractMesh.
       topology: a machine, such as 'v5p:4x4x4', 'v5p-128' or 'h100:2x8', to which the function is
         moved; by default, the machine of the mesh of the function. The mesh has the same axes
         there.
@@ -71,35 +74,52 @@ def forecast(
         argument does not fit the function, if the compiler of the machine does not accept a flag of
         the environment, or if that compiler is too new for jaxlib to read its program.
     """
-    say = progress or (lambda text: None)
     started = time.perf_counter()
-    call = read_call(fn, args)
-    if topology is None:
-        target = target_of_mesh(call.mesh)
+    if is_compiled(fn):
+        check_no_trace_needed(fn, args, topology=topology, axes=axes, compile=compile)
+        result = describe_compiled(read_compiled(fn))
     else:
-        say(f'describing {topology}')
-        if compile and not on_cpu:
-            check_flags(parse_topology(topology)[0].platform)
-        target = target_of_topology(
-            topology, call.mesh_source, num_slices=num_slices, axes=axes, on_cpu=on_cpu
+        examined = examine(
+            fn,
+            args,
+            topology=topology,
+            num_slices=num_slices,
+            axes=axes,
+            compile=compile,
+            compiler_options=compiler_options,
+            on_cpu=on_cpu,
+            on_program=on_program,
+            progress=progress,
         )
-        call = call.on(target.mesh, with_options=not target.is_stand_in)
-        compiler_options = None if target.is_stand_in else compiler_options
-    say(f'tracing {call.name}')
-    program = Program(traced=call.trace())
-    held = call.held(program.traced)
-    if compile:
-        say(f'compiling {call.name} for {target.topology} with {target.version}')
-        program = compile_traced(program, call.name, target.mesh, compiler_options)
-    else:
-        target = dataclasses.replace(target, back_end='none', version=version_of('none'))
-    if on_program is not None and program.compiled is not None:
-        on_program(read_text(program.compiled))
-    result = describe_program(call.name, program, target, held, call.rules, explain=explain)
+        result = forecast_examined(
+            examined, changes=changes, confirm=confirm, explain=explain, progress=progress
+        )
+    taken = Compilation(seconds=time.perf_counter() - started, peak_rss=peak_rss())
+    return dataclasses.replace(result, compilation=taken)
+
+
+def forecast_examined(
+    examined: Examined,
+    *,
+    changes: Sequence[SettingChange] | None = (),
+    confirm: bool = False,
+    explain: bool = True,
+    progress: Progress | None = None,
+) -> Forecast:
+    """The forecast of a call that was traced or compiled, without what it took itself.
+
+    Args:
+      examined: the call.
+      changes, confirm, explain, progress: as for `forecast`.
+    """
+    call, target, held = examined.call, examined.target, examined.held
+    result = describe_program(
+        call.name, examined.program, target, held, call.rules, explain=explain
+    )
     if result.fits is False and target.chip is not None and changes is not None:
         limit = result.memory.limit or 0
         general = list_general_changes(call, held, result.memory.gradients, target.chip, limit)
-        compile_peak = functools.partial(_compile_peak, options=compiler_options)
+        compile_peak = functools.partial(_compile_peak, options=examined.compiler_options)
         ranked = rank_changes(
             [*changes, *general],
             target.chip,
@@ -108,8 +128,7 @@ def forecast(
             progress=progress,
         )
         result = dataclasses.replace(result, changes=ranked)
-    taken = Compilation(seconds=time.perf_counter() - started, peak_rss=peak_rss())
-    return dataclasses.replace(result, compilation=taken)
+    return result
 
 
 def _compile_peak(call: Call, options: Mapping[str, OptionValue] | None) -> int:

@@ -103,6 +103,9 @@ class TracedCall:
       results: the sharding of each result as the function states it.
       donated: for each array of the arguments, whether the results may replace it.
       argument_names: how jax names these arrays: "state.params['w']".
+      result_names: the same of the results: "result[0].params['w']".
+      uncommitted: for each array of the arguments, whether it is an array or number that no
+        sharding binds to its device, so that it is on the default one.
       mesh: the mesh that was set when it was traced, or None.
       settings: other settings of `jax.jit`, by name.
       lower: lowers it, so that `.compile()` of the result compiles it.
@@ -114,6 +117,8 @@ class TracedCall:
     results: tuple[Any, ...]
     donated: tuple[bool, ...]
     argument_names: tuple[str, ...]
+    result_names: tuple[str, ...]
+    uncommitted: tuple[bool, ...]
     mesh: Any
     settings: dict[str, Any]
     lower: Callable[[], Any]
@@ -138,8 +143,8 @@ def read_trace(traced: Any) -> TracedCall:
 
 def _read_call(types: Any, params: dict[str, Any], lower: Callable[[], Any]) -> TracedCall:
     jaxpr = params['jaxpr']
-    names = jaxpr.jaxpr.debug_info.arg_names or ()
-    count, mesh = len(jaxpr.in_avals), params['ctx_mesh']
+    about = jaxpr.jaxpr.debug_info
+    mesh = params['ctx_mesh']
     stated = zip(params['in_shardings'], types, strict=True)
     options = dict(params['compiler_options_kvs'])
     return TracedCall(
@@ -148,15 +153,26 @@ def _read_call(types: Any, params: dict[str, Any], lower: Callable[[], Any]) -> 
         arguments=tuple(_stated_sharding(*pair) for pair in stated),
         results=tuple(params['out_shardings']),
         donated=tuple(params['donated_invars']),
-        argument_names=tuple(names[i] if i < len(names) else f'args[{i}]' for i in range(count)),
+        argument_names=_names(about.arg_names, len(jaxpr.in_avals), 'args'),
+        result_names=_names(about.result_paths, len(jaxpr.out_avals), 'result'),
+        uncommitted=tuple(map(_is_uncommitted, types)),
         mesh=None if mesh.empty else mesh,
         settings={'compiler_options': options or None, 'keep_unused': params['keep_unused']},
         lower=lower,
     )
 
 
+def _names(given: Sequence[str] | None, count: int, else_name: str) -> tuple[str, ...]:
+    names = given or ()
+    return tuple(names[i] if i < len(names) else f'{else_name}[{i}]' for i in range(count))
+
+
 def _stated_sharding(stated: Any, kind: Any) -> Any:
     return stated if isinstance(stated, Sharding) else kind.sharding if kind.committed else None
+
+
+def _is_uncommitted(kind: Any) -> bool:
+    return kind.is_np_array or (not kind.committed and kind.sharding is not None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -249,6 +265,12 @@ def on_run(runner: Callable[[RunnableProgram], Callable[..., Any] | None]) -> li
 def program_of(executable: Any) -> Any:
     """The object that `RunnableProgram.unloaded` is for a compiled program."""
     return executable._unloaded_executable
+
+
+def result_shardings(compiled: Any) -> tuple[Any, ...]:
+    """The sharding of each result of a compiled program, in their order."""
+    executable = getattr(compiled, '_executable', compiled)
+    return tuple(program_of(executable).output_shardings)
 
 
 def on_call(before: Callable[[tuple[Any, ...], Any, Any], Any]) -> Replacement:
@@ -414,7 +436,10 @@ def trace_again(
     avals = call.jaxpr.in_avals
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
     return dataclasses.replace(
-        read_trace(jitted.trace(*structs)), argument_names=call.argument_names
+        read_trace(jitted.trace(*structs)),
+        argument_names=call.argument_names,
+        result_names=call.result_names,
+        uncommitted=call.uncommitted,
     )
 
 

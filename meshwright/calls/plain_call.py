@@ -121,7 +121,7 @@ class PlainCall:
 
     @functools.cached_property
     def _paths(self) -> list[tuple[str, ...]]:
-        return _user_paths(self.fn, self.args, self._traced) or _jax_paths(self._traced)
+        return _user_paths(self.fn, self.args, self._traced) or jax_paths(self._traced)
 
     def with_args(self, args: tuple[Any, ...]) -> Self:
         """The call with other arguments."""
@@ -152,15 +152,16 @@ def list_held(
       paths: the path of each array, by default from the names that jax gives them.
     """
     found = zip(
-        _jax_paths(traced) if paths is None else paths,
+        jax_paths(traced) if paths is None else paths,
         traced.jaxpr.in_avals,
         traced.arguments,
         strict=True,
     )
-    return tuple(_held(*about, mesh) for about in found)
+    return tuple(hold(*about, mesh) for about in found)
 
 
-def _held(path: tuple[str, ...], aval: Any, sharding: Any, mesh: MeshLike) -> HeldArray:
+def hold(path: tuple[str, ...], aval: Any, sharding: Any, mesh: MeshLike) -> HeldArray:
+    """An array of an argument or a result, from its type and its sharding."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
     role = named_role(path, aval)
     why = 'nothing lays it out'
@@ -187,12 +188,14 @@ def _user_paths(fn: Any, args: Sequence[Any], traced: TracedCall) -> list[tuple[
     return [path for path, *_ in found] if same else None
 
 
-def _jax_paths(traced: TracedCall) -> list[tuple[str, ...]]:
+def jax_paths(traced: TracedCall) -> list[tuple[str, ...]]:
     """The path of each array by the name that jax gives it: "state.params['w']"."""
-    return [
-        tuple(part for part in _PART_OF_NAME.findall(name) if part not in _WRAPPERS)
-        for name in traced.argument_names
-    ]
+    return [parts_of_name(name) for name in traced.argument_names]
+
+
+def parts_of_name(name: str) -> tuple[str, ...]:
+    """The path in a name of jax: ('state', 'params', 'w') in "state.params['w']"."""
+    return tuple(part for part in _PART_OF_NAME.findall(name) if part not in _WRAPPERS)
 
 
 def _parameter_names(fn: Any, count: int) -> list[str]:

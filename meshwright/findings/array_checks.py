@@ -1,0 +1,219 @@
+"""Checks of arguments: arrays that are whole, batches, optimizer states, and constants."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+
+from meshwright.findings.program_facts import ROW_AXES, ProgramFacts, free_dimension
+from meshwright.findings.wording import and_more, axes_str, line_of, type_str
+from meshwright.jaxpr.values import Axes, Step
+from partitioning.amounts import bytes_str, share_str
+from partitioning.plan.findings import Finding
+
+_SHARE_OF_ROWS, _SHARE = 0.05, 0.15  # of the parameters of a device, for an array to be large
+_LARGE_CONSTANT, _LEAST_CONSTANT = 2**20, 2**16  # bytes
+_SHARE_OF_BATCH = 0.05
+_LEAST = 1024  # bytes of an array that is worth a finding
+
+
+def find_whole_arrays(facts: ProgramFacts) -> Iterator[Finding]:
+    """Large parameters that are whole along an axis which shards others like them."""
+    total = sum(map(facts.shard_bytes, facts.weights))
+    for axis, size in facts.sizes.items():
+        sharded = [j for j in facts.weights if _has(facts.axes[j], axis)]
+        if not sharded:
+            continue
+        least = min(map(facts.nbytes, sharded))
+        found: dict[str, list[int]] = collections.defaultdict(list)
+        layouts = dict[int, tuple[Axes, ...]]()
+        for i in facts.weights:
+            if _has(facts.axes[i], axis) or facts.nbytes(i) < max(least, _LEAST):
+                continue
+            like = next((j for j in sharded if _are_alike(facts, i, j)), None)
+            shape = facts.block.inputs[i].shape
+            d = free_dimension(shape, facts.axes[i], axis, facts.sizes)
+            share = facts.shard_bytes(i) / total
+            if like is None and (d is None or not _is_large(facts, i, axis, sharded, share)):
+                continue
+            if like is not None:
+                layouts[i] = facts.axes[like]
+            else:
+                assert d is not None
+                layouts[i] = _with_axis(facts.axes[i], d, axis)
+            found[_last(facts.path(i)) if like is not None else facts.path(i)].append(i)
+        for group in found.values():
+            i = group[0]
+            held = sum(map(facts.shard_bytes, group))
+            yield Finding(
+                'warning',
+                'whole array',
+                facts.path(i),
+                f'{and_more(group)}{bytes_str(held)} on each device '
+                f'({share_str(held / total)} of its parameters) are whole along {axis!r}, '
+                f'which shards {len(sharded)} of {len(facts.weights)} parameters, such as '
+                f'{facts.path(sharded[0])}: write {axes_str(layouts[i])}, with which it is '
+                f'{bytes_str(held / size)}{_used_at(facts, i)}',
+            )
+
+
+def _is_large(facts: ProgramFacts, i: int, axis: str, sharded: Sequence[int], share: float) -> bool:
+    """Whether an array without others like it should be sharded along an axis, too."""
+    if not facts.uses.get(facts.path(i)):
+        return False
+    if axis in facts.row_axes or axis in ROW_AXES:
+        return share >= _SHARE_OF_ROWS
+    # An axis of experts or of stages shards only the first dimension of stacked arrays.
+    stacked = all(len(facts.axes[j]) >= 3 and axis in facts.axes[j][0] for j in sharded)
+    return share >= _SHARE and not stacked
+
+
+def _are_alike(facts: ProgramFacts, i: int, j: int) -> bool:
+    one, other = facts.block.inputs[i], facts.block.inputs[j]
+    return one.shape == other.shape and _last(facts.path(i)) == _last(facts.path(j))
+
+
+def find_whole_batches(facts: ProgramFacts) -> Iterator[Finding]:
+    """Batches whose rows could be divided along an axis, and are not."""
+    if not facts.weights and not any(facts.held[i].role == 'batch' for i in facts.batch):
+        return
+    total = sum(map(facts.nbytes, facts.batch))
+    used = {a for axes in facts.axes for own in axes for a in own}
+    for axis, size in facts.sizes.items():
+        whole = [i for i in facts.batch if not _has(facts.axes[i], axis)]
+        others = [i for i in facts.batch if i not in whole]
+        fitting = [i for i in whole if _fits_rows(facts, i, size)]
+        if not fitting:
+            continue
+        if others:
+            fitting = [i for i in fitting if facts.nbytes(i) >= _SHARE_OF_BATCH * total]
+        elif axis in facts.activation_axes or (axis in used and axis not in ROW_AXES):
+            continue
+        if not fitting:
+            continue
+        i = max(fitting, key=facts.nbytes)
+        rows = facts.block.inputs[i].shape[0]
+        kept = (*facts.axes[i][0], axis)
+        unlike = f', unlike {facts.path(others[0])}' if others else ''
+        yield Finding(
+            'warning',
+            'whole batch',
+            facts.path(i),
+            f'{and_more(fitting)}its {rows:,} rows are not divided along {axis!r}{unlike}: all '
+            f'{size} devices along it compute the same rows; write '
+            f'{axes_str((kept, *facts.axes[i][1:]))}',
+        )
+
+
+def _fits_rows(facts: ProgramFacts, i: int, size: int) -> bool:
+    shards = math.prod(facts.sizes.get(a, 1) for a in facts.axes[i][0])
+    return facts.block.inputs[i].shape[0] % (shards * size) == 0
+
+
+def find_unlike_optimizer_states(facts: ProgramFacts) -> Iterator[Finding]:
+    """Arrays of the optimizer that are not laid out as their parameters are, or finer."""
+    found: dict[tuple[str, str], list[tuple[int, int]]] = collections.defaultdict(list)
+    for i, array in enumerate(facts.held):
+        if array.role != 'optimizer' or facts.nbytes(i) < _LEAST:
+            continue
+        j = _parameter_of(facts, i)
+        if j is None or facts.traced.arguments[i] is None or facts.traced.arguments[j] is None:
+            continue
+        pairs = zip(facts.axes[i], facts.axes[j], strict=True)
+        if not all(mine[: len(theirs)] == theirs for mine, theirs in pairs):
+            key = axes_str(facts.axes[i]), axes_str(facts.axes[j])
+            found[key].append((i, j))
+    for (mine, theirs), group in found.items():
+        (i, j), nbytes = group[0], sum(facts.shard_bytes(i) for i, _ in group)
+        wanted = sum(facts.shard_bytes(j) for _, j in group)
+        size = f'{bytes_str(nbytes)} on each device in place of {bytes_str(wanted)}'
+        why = size if nbytes > wanted else f'{bytes_str(nbytes)} are exchanged in each step'
+        yield Finding(
+            'warning',
+            'optimizer layout',
+            facts.path(i),
+            f'{and_more(group)}this state is laid out by {mine}, and its parameter '
+            f'{facts.path(j)} by {theirs} ({why}): write {theirs} for it, too',
+        )
+
+
+def _parameter_of(facts: ProgramFacts, i: int) -> int | None:
+    """The parameter whose path ends as that of an array of the optimizer, if there is one."""
+    shape, path = facts.block.inputs[i].shape, facts.path(i).split('/')
+    scores = collections.defaultdict(list)
+    for j in facts.weights:
+        if facts.block.inputs[j].shape == shape and j != i:
+            scores[_shared_end(path, facts.path(j).split('/'))].append(j)
+    best = max(scores, default=0)
+    return scores[best][0] if best and len(scores[best]) == 1 else None
+
+
+def _shared_end(one: Sequence[str], other: Sequence[str]) -> int:
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def find_constants(facts: ProgramFacts) -> Iterator[Finding]:
+    """Large arrays that the function closes over, and arrays outside of a mesh of Explicit axes."""
+    given = sum(map(facts.shard_bytes, range(len(facts.held))))
+    values = [v for step in facts.steps for v in step.inputs if v.constant is not None]
+    users: dict[int, Step] = {}
+    for step in facts.steps:
+        for value in step.inputs:
+            if value.constant is not None:
+                users.setdefault(id(value.constant), step)
+    seen = set[int]()
+    for value in values:
+        constant: Any = value.constant
+        if id(constant) in seen or value.size <= 1:
+            continue
+        seen.add(id(constant))
+        large = value.nbytes >= _LARGE_CONSTANT or (
+            value.nbytes >= max(_LEAST_CONSTANT, given / 10)
+        )
+        if not large or (isinstance(constant, jax.Array) and _is_sharded(constant)):
+            continue
+        outside = ''
+        if isinstance(constant, jax.Array) and facts.sizes:
+            outside = ' on one device, outside of the mesh, which prints like a replicated one'
+            outside += _explicit(facts)
+        yield Finding(
+            'warning',
+            'constant',
+            line_of(users[id(constant)]),
+            f'the function closes over {type_str(value)}{outside}: its '
+            f'{bytes_str(value.nbytes)} are a constant of the program, whole on every device, and '
+            'make compiling slower; pass it as an argument with a sharding',
+        )
+
+
+def _explicit(facts: ProgramFacts) -> str:
+    types = getattr(facts.mesh, 'axis_types', ())
+    return ' and cannot be combined with Explicit axes' if AxisType.Explicit in types else ''
+
+
+def _is_sharded(constant: jax.Array) -> bool:
+    sharding = constant.sharding
+    return isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated
+
+
+def _has(axes: Sequence[Axes], axis: str) -> bool:
+    return any(axis in own for own in axes)
+
+
+def _with_axis(axes: Sequence[Axes], d: int, axis: str) -> tuple[Axes, ...]:
+    return tuple((*own, axis) if n == d else own for n, own in enumerate(axes))
+
+
+def _last(path: str) -> str:
+    return path.rpartition('/')[2]
+
+
+def _used_at(facts: ProgramFacts, i: int) -> str:
+    uses = facts.uses.get(facts.path(i))
+    return f'; it is used at {line_of(uses[0])}' if uses else ''

@@ -1,0 +1,111 @@
+"""Checks of what happens between two calls: recompilation, and memory that is held twice."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from typing import Any
+
+from jax.sharding import NamedSharding, Sharding
+
+from meshwright.findings.program_facts import ProgramFacts
+from partitioning.amounts import bytes_str
+from partitioning.plan.findings import Finding
+from partitioning.rules import sharding_axes, sharding_str
+
+_LEAST_UNDONATED = 2**16  # bytes of a device
+
+
+def find_changed_layouts(facts: ProgramFacts) -> Iterator[Finding]:
+    """Arrays of a state that come back with another sharding, so that the next call compiles."""
+    found: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
+    for number, i in sorted(facts.pairs.items(), key=lambda pair: pair[1]):
+        before, after = facts.traced.arguments[i], facts.results[number]
+        aval = facts.traced.jaxpr.in_avals[i]
+        if not isinstance(after, Sharding) or not facts.sizes:
+            continue
+        if before is None:
+            if facts.traced.uncommitted[i] or aval.weak_type:
+                found['not laid out', _str(after)].append(i)
+        elif not _are_equal(before, after, len(aval.shape), facts.sizes):
+            found[f'laid out by {_str(before)}', _str(after)].append(i)
+    for (before, after), group in found.items():
+        more = f'with {len(group) - 1} more, ' if len(group) > 1 else ''
+        if before == 'not laid out':
+            what = (
+                'put it on the mesh before the first call: jax.device_put(x, NamedSharding(mesh, '
+                f'{after.partition(" over ")[0]}))'
+            )
+        else:
+            what = f'write that sharding in out_shardings, or lay it out by {after} from the start'
+        yield Finding(
+            'warning',
+            'changed layout',
+            facts.path(group[0]),
+            f'{more}it is {before} when the function is called, and laid out by {after} in its '
+            f'result, so the next call compiles again; {what}',
+        )
+
+
+def find_changed_types(facts: ProgramFacts) -> Iterator[Finding]:
+    """Arrays of a state that come back with another type, so that the next call compiles."""
+    for number, i in sorted(facts.pairs.items(), key=lambda pair: pair[1]):
+        before, after = facts.traced.jaxpr.in_avals[i], facts.traced.jaxpr.out_avals[number]
+        if before.dtype != after.dtype:
+            yield Finding(
+                'warning',
+                'changed type',
+                facts.path(i),
+                f'it is {before.dtype} when the function is called and {after.dtype} in its '
+                f"result, so the next call compiles again; return x.astype('{before.dtype}')",
+            )
+        elif before.weak_type != after.weak_type:
+            types = [_type_str(aval) for aval in (before, after)]
+            strong = 'it in the result' if after.weak_type else 'it before the first call'
+            yield Finding(
+                'warning',
+                'weak type',
+                facts.path(i),
+                f'it is {types[0]} when the function is called and {types[1]} in its result, so '
+                f"the next call compiles again; make {strong} jnp.asarray(x, '{before.dtype}')",
+            )
+
+
+def find_undonated(facts: ProgramFacts) -> Iterator[Finding]:
+    """A state that is not donated, so that the old and the new one are in memory at once."""
+    kept = sorted(i for i in facts.pairs.values() if not facts.traced.donated[i])
+    nbytes = sum(map(facts.shard_bytes, kept))
+    if nbytes < _LEAST_UNDONATED:
+        return
+    names = list(dict.fromkeys(facts.argument(i) for i in kept))
+    yield Finding(
+        'warning',
+        'not donated',
+        facts.line,
+        f'{facts.traced.name} returns a new {" and ".join(names)} and keeps the old, which is '
+        f'{bytes_str(nbytes)} more on each device; donate what the caller no longer needs: '
+        f'donate_argnames={names!r} in jax.jit',
+    )
+
+
+def _are_equal(before: Any, after: Any, rank: int, sizes: Any) -> bool:
+    if isinstance(before, NamedSharding) and isinstance(after, NamedSharding):
+        return _axes(before, rank, sizes) == _axes(after, rank, sizes)
+    try:
+        return bool(before.is_equivalent_to(after, rank))
+    except (TypeError, ValueError):  # of other devices
+        return False
+
+
+def _axes(sharding: NamedSharding, rank: int, sizes: Any) -> list[tuple[str, ...]]:
+    entries = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
+    known = [entry if isinstance(entry, str | tuple) else None for entry in entries]
+    return [tuple(a for a in sharding_axes(entry) if a in sizes) for entry in known]
+
+
+def _str(sharding: Sharding) -> str:
+    return sharding_str(sharding)
+
+
+def _type_str(aval: Any) -> str:
+    return f'weakly typed {aval.dtype} (a Python number)' if aval.weak_type else str(aval.dtype)

@@ -1,0 +1,195 @@
+"""Checks of the lines of a function: its products, its constraints, and what runs on the host."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterator, Sequence
+
+from meshwright.findings.program_facts import ProgramFacts, free_dimension
+from meshwright.findings.wording import all_of, axes_str, line_of, type_str
+from meshwright.jaxpr.factor_rules import find_factors
+from meshwright.jaxpr.values import Step, Value
+from partitioning.amounts import bytes_str
+from partitioning.plan.findings import Finding
+from partitioning.rules import describe_axes, sharding_axes
+
+_CALLBACKS = {
+    'pure_callback': 'jax.pure_callback',
+    'io_callback': 'io_callback',
+    'debug_callback': 'jax.debug.print or jax.debug.callback',
+    'debug_print': 'jax.debug.print',
+    'infeed': 'infeed',
+    'outfeed': 'outfeed',
+}
+_LEAST = 4096  # bytes of a parameter, or of an activation
+_PRODUCTS = ('dot_general', 'conv_general_dilated')
+
+
+def find_cut_products(facts: ProgramFacts) -> Iterator[Finding]:
+    """Products that sum over a sharded dimension of a parameter, whose other operand is whole.
+
+    Each device then uses a part of what it has, and the parts of the result are summed. If the same
+    axis sharded another dimension of the parameter, nothing would be sent. Where the axis shards
+    the batch, the parameter is gathered, as FSDP intends.
+    """
+    weights = _paths(facts, facts.weights)
+    seen = set[tuple[str, str]]()
+    found: dict[tuple[str, str, str], list[tuple[Step, int, int]]] = collections.defaultdict(list)
+    for step in facts.steps:
+        if step.name not in _PRODUCTS or step.place.is_backward:
+            continue
+        factors = find_factors(step)
+        for number, weight in enumerate(step.inputs[:2]):
+            other = step.inputs[1 - number]
+            if weight.argument not in weights or other.argument in weights:
+                continue
+            for d, dim in enumerate(factors.inputs[number]):
+                is_summed = set(dim) & factors.summed and weight.nbytes >= _LEAST
+                for axis in (weight.axes[d] or ()) if is_summed else ():
+                    if (weight.argument, axis) in seen or _is_meant(facts, other, axis):
+                        continue
+                    seen.add((weight.argument, axis))
+                    key = line_of(step), axis, axes_str(weight.axes)
+                    found[key].append((step, number, d))
+    for (line, axis, _), group in found.items():
+        yield Finding('warning', 'cut product', line, _describe_cut(facts, axis, group))
+
+
+def _is_meant(facts: ProgramFacts, other: Value, axis: str) -> bool:
+    """Whether the axis shards the batch, or is, or may be, an axis of the other operand."""
+    if axis in facts.row_axes or facts.sizes.get(axis, 1) == 1 or axis in other.manual:
+        return True
+    return any(facts.layouts.may_have(other, e, axis) for e in range(len(other.shape)))
+
+
+def _describe_cut(facts: ProgramFacts, axis: str, group: Sequence[tuple[Step, int, int]]) -> str:
+    (step, number, d), size = group[0], facts.sizes[axis]
+    weight, factors = step.inputs[number], find_factors(step)
+    made = sum(one.outputs[0].shard_bytes(facts.sizes) for one, *_ in group)
+    axes = [tuple(a for a in own or () if a != axis) for own in weight.axes]
+    kept = [
+        n
+        for n, dim in enumerate(factors.inputs[number])
+        if not set(dim) & factors.summed
+        and free_dimension(weight.shape[n : n + 1], axes[n : n + 1], axis, facts.sizes) is not None
+    ]
+    advice = f'leave {axis!r} out of its layout'
+    if kept:
+        moved = [(*own, axis) if n == kept[0] else own for n, own in enumerate(axes)]
+        advice = f'write {axes_str(moved)} for it'
+    products = 'this product sums' if len(group) == 1 else f'{len(group)} products sum'
+    like = f' (and {len(group) - 1} more like it)' if len(group) > 1 else ''
+    return (
+        f'{products} over dimension {d} of {weight.argument}{like}, which has '
+        f'{weight.shape[d]:,} elements and is sharded along {axis!r} by {axes_str(weight.axes)}, '
+        f'while the other operand is whole along it: the {size} devices along {axis!r} must sum up '
+        f'their results, or gather the parameter ({bytes_str(2 * (size - 1) / size * made)} from '
+        f'each device); {advice}'
+    )
+
+
+def find_gathered_rows(facts: ProgramFacts) -> Iterator[Finding]:
+    """Constraints that make an activation whole along an axis that divided its rows."""
+    batch = sum(map(facts.shard_bytes, facts.batch))
+    seen = set[str]()
+    for step in facts.steps:
+        if step.name != 'sharding_constraint' or step.is_border or step.place.is_backward:
+            continue
+        given, made = step.inputs[0], step.outputs[0]
+        if given.argument in _paths(facts, facts.weights) or given.gradient_of or given.update_of:
+            continue
+        before = {a: d for d, own in enumerate(given.axes) for a in own or ()}
+        after = {a for own in made.axes for a in own or ()}
+        for axis in before.keys() - after:
+            line = line_of(step)
+            if axis not in facts.row_axes or line in seen:
+                continue
+            if made.shard_bytes(facts.sizes) < max(_LEAST, batch // 8):
+                continue
+            seen.add(line)
+            kept = [
+                (axis, *(own or ())) if d == before[axis] else own or ()
+                for d, own in enumerate(made.axes)
+            ]
+            yield Finding(
+                'warning',
+                'gathered rows',
+                line,
+                f'this constraint makes {type_str(made)} whole along {axis!r}, which '
+                f'divides the batch: each device gets {bytes_str(made.shard_bytes(facts.sizes))} '
+                f'in place of {bytes_str(given.shard_bytes(facts.sizes))}, and computes the same; '
+                f'write {axes_str(kept)}',
+            )
+
+
+def find_indivisible_constraints(facts: ProgramFacts) -> Iterator[Finding]:
+    """Constraints on dimensions that the devices along their axes do not divide."""
+    seen = set[tuple[str, int]]()
+    for step in facts.steps:
+        if step.name != 'sharding_constraint' or step.is_border:
+            continue
+        spec = getattr(step.params.get('sharding'), 'spec', None)
+        if spec is None:
+            continue
+        for d, entry in enumerate(spec):
+            axes = sharding_axes(entry) if entry is None or isinstance(entry, str | tuple) else ()
+            shards = math.prod(facts.sizes.get(a, 1) for a in axes)
+            n, key = step.outputs[0].shape[d], (line_of(step), d)
+            if n % shards == 0 or key in seen:
+                continue
+            seen.add(key)
+            part = -(-n // shards)
+            full, rest = n // part, n % part
+            last = f', one has {rest:,}' if rest else ''
+            empty = shards - full - bool(rest)
+            none = f' and {empty} {"has" if empty == 1 else "have"} none' if empty else ''
+            over = describe_axes({a: facts.sizes[a] for a in axes if a in facts.sizes})
+            yield Finding(
+                'warning',
+                'indivisible',
+                key[0],
+                f'dimension {d} of {type_str(step.outputs[0])} has {n:,} '
+                f'elements, which {shards} devices ({over}) do not divide: jax pads or replicates '
+                f'it silently ({full:,} of {shards} devices have {part:,}{last}{none}); make it '
+                f'{part * shards:,}, or leave {all_of(axes)} out of the constraint',
+            )
+
+
+def find_host_work(facts: ProgramFacts) -> Iterator[Finding]:
+    """Callbacks to Python, and copies to the memory of the host, inside of the function."""
+    seen = set[tuple[str, str]]()
+    host = {facts.path(i) for i, v in enumerate(facts.block.inputs) if v.on_host}
+    for step in facts.steps:
+        key = step.name, line_of(step)
+        if key in seen:
+            continue
+        if step.name in _CALLBACKS:
+            seen.add(key)
+            yield Finding(
+                'warning',
+                'callback',
+                key[1],
+                f'{_CALLBACKS[step.name]} calls Python in every execution, for which the devices '
+                'wait; return the value, and use it outside of the function',
+            )
+        elif step.name == 'device_put' and not host:
+            moved = [
+                (a, b)
+                for a, b in zip(step.inputs, step.outputs, strict=True)
+                if b.on_host and not a.on_host and a.nbytes >= _LEAST
+            ]
+            if moved and not any(v.on_host for v in facts.block.outputs):
+                seen.add(key)
+                nbytes = sum(a.shard_bytes(facts.sizes) for a, _ in moved)
+                yield Finding(
+                    'warning',
+                    'transfer',
+                    key[1],
+                    f'{bytes_str(nbytes)} are copied to the memory of the host in every execution, '
+                    'and no argument or result is there; leave it on the device',
+                )
+
+
+def _paths(facts: ProgramFacts, numbers: Sequence[int]) -> set[str]:
+    return {facts.path(i) for i in numbers}

@@ -1,0 +1,197 @@
+"""What the checks know of a traced function."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from meshwright.calls.held import HeldArray
+from meshwright.calls.plain_call import jax_paths, parts_of_name
+from meshwright.findings.forward_layouts import ForwardLayouts
+from meshwright.findings.state_pairs import pair_state
+from meshwright.jax_private import TracedCall
+from meshwright.jaxpr.naming import name_values
+from meshwright.jaxpr.values import TO_LOCAL, Axes, Block, Step
+from meshwright.jaxpr.writing_out import spec_axes, write_out
+from partitioning.rules import MeshLike, axis_sizes
+
+# The usual names of mesh axes along which devices have different rows.
+ROW_AXES = {'data', 'batch', 'dp', 'fsdp', 'replica', 'hsdp', 'ddp', 'zero'}
+_USES = ('dot_general', 'ragged_dot_general', 'conv_general_dilated', 'gather')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramFacts:
+    """A traced function, read once.
+
+    Attributes:
+      traced: the function.
+      held: the arrays of its arguments.
+      mesh: the mesh.
+      results: the sharding of each result, as stated or as compiled; None where it is not known.
+    """
+
+    traced: TracedCall
+    held: Sequence[HeldArray]
+    mesh: MeshLike
+    results: Sequence[Any]
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """The size of each mesh axis that has several devices."""
+        return {axis: n for axis, n in axis_sizes(self.mesh).items() if n > 1}
+
+    @functools.cached_property
+    def block(self) -> Block:
+        """The steps of the function, whose arrays have names and are laid out forward."""
+        return self._laid_out[0]
+
+    @functools.cached_property
+    def layouts(self) -> ForwardLayouts:
+        """How the arrays are laid out if layouts travel forward only."""
+        return self._laid_out[1]
+
+    @functools.cached_property
+    def _laid_out(self) -> tuple[Block, ForwardLayouts]:
+        block = write_out(self.traced.jaxpr, axis_sizes(self.mesh))
+        name_values(block, [array.row for array in self.held], {})
+        for value, sharding in zip(block.inputs, self.traced.arguments, strict=True):
+            if isinstance(sharding, NamedSharding):
+                value.fix(spec_axes(sharding.spec, len(value.shape), axis_sizes(self.mesh)))
+        return block, ForwardLayouts(block, axis_sizes(self.mesh))
+
+    @functools.cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """All steps, those of the bodies of loops and branches included."""
+        return tuple(_steps_in(self.block))
+
+    @functools.cached_property
+    def axes(self) -> tuple[tuple[Axes, ...], ...]:
+        """The mesh axes of each dimension of each argument."""
+        return tuple(tuple(axes or () for axes in value.axes) for value in self.block.inputs)
+
+    @functools.cached_property
+    def pairs(self) -> dict[int, int]:
+        """The number of the argument of each result that the next call takes."""
+        by_jax, by_user = jax_paths(self.traced), [tuple(a.row.path.split('/')) for a in self.held]
+        paths = [
+            [jax_path, path, ('', *path)] for jax_path, path in zip(by_jax, by_user, strict=True)
+        ]
+        return pair_state(self.block, paths, [parts_of_name(n) for n in self.traced.result_names])
+
+    @functools.cached_property
+    def uses(self) -> dict[str, list[Step]]:
+        """The products and lookups that take each argument, by its path."""
+        found: dict[str, list[Step]] = collections.defaultdict(list)
+        for step in self.steps:
+            if step.name in _USES and not step.place.is_backward:
+                for value in step.inputs[:2]:
+                    if value.argument:
+                        found[value.argument].append(step)
+        return found
+
+    @functools.cached_property
+    def weights(self) -> tuple[int, ...]:
+        """The numbers of the arguments that are parameters: by name, or by what is done to them."""
+        state = set(self.pairs.values())
+        return tuple(
+            i
+            for i, array in enumerate(self.held)
+            if array.role == 'parameters'
+            or (array.role == 'other' and i in state and self.uses.get(array.row.path))
+            if jax.numpy.issubdtype(self.traced.jaxpr.in_avals[i].dtype, jax.numpy.inexact)
+        )
+
+    @functools.cached_property
+    def batch(self) -> tuple[int, ...]:
+        """The numbers of the arguments that have a row for each example."""
+        state = {*self.pairs.values(), *self.weights}
+        named = [i for i, array in enumerate(self.held) if array.role == 'batch' and i not in state]
+        others = [
+            i for i, array in enumerate(self.held) if array.role == 'other' and i not in state
+        ]
+        found = [i for i in named or others if self._is_data(i)]
+        rows = collections.Counter[int]()
+        for i in found:
+            rows[self.block.inputs[i].shape[0]] += self.block.inputs[i].nbytes
+        if not rows:
+            return ()
+        most = rows.most_common(1)[0][0]
+        return tuple(i for i in found if self.block.inputs[i].shape[0] == most)
+
+    def _is_data(self, i: int) -> bool:
+        aval = self.traced.jaxpr.in_avals[i]
+        is_key = jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key)
+        is_old_key = aval.dtype == 'uint32' and aval.shape[-1:] in ((2,), (4,))
+        return bool(aval.shape) and not is_key and not is_old_key
+
+    @functools.cached_property
+    def row_axes(self) -> frozenset[str]:
+        """The mesh axes that shard the batch, or activations at a border of a shard_map."""
+        return frozenset(a for i in self.batch for axes in self.axes[i] for a in axes)
+
+    @functools.cached_property
+    def activation_axes(self) -> frozenset[str]:
+        """The mesh axes of the batch, and those that the function gives to activations."""
+        found = set(self.row_axes)
+        for step in self.steps:
+            if step.name == 'sharding_constraint' or step.name == TO_LOCAL:
+                value = step.inputs[0]
+                is_state = value.argument and value.argument not in self._batch_paths
+                if not is_state and not value.gradient_of and not value.update_of:
+                    axes = step.outputs[0].axes if step.name != TO_LOCAL else value.axes
+                    found.update(a for own in axes for a in own or ())
+        return frozenset(found)
+
+    @functools.cached_property
+    def _batch_paths(self) -> frozenset[str]:
+        return frozenset(self.held[i].row.path for i in self.batch)
+
+    def nbytes(self, i: int) -> int:
+        """The size of a whole argument in bytes."""
+        return self.block.inputs[i].nbytes
+
+    def shard_bytes(self, i: int) -> int:
+        """The bytes of an argument on each device."""
+        shards = math.prod(self.sizes.get(a, 1) for axes in self.axes[i] for a in axes)
+        return -(-self.nbytes(i) // shards)
+
+    def path(self, i: int) -> str:
+        """The path of an argument."""
+        return self.held[i].row.path
+
+    def argument(self, i: int) -> str:
+        """The name of the parameter of the function that has an array."""
+        return self.path(i).partition('/')[0]
+
+    @property
+    def line(self) -> str:
+        """The 'file:line' of the function."""
+        about = str(self.traced.jaxpr.jaxpr.debug_info.func_src_info)
+        return about.rpartition(' at ')[2]
+
+
+def _steps_in(block: Block) -> Iterator[Step]:
+    for step in block.steps:
+        yield step
+        for body in step.bodies:
+            yield from _steps_in(body)
+
+
+def free_dimension(
+    shape: Sequence[int], axes: Sequence[Axes], axis: str, sizes: Mapping[str, int]
+) -> int | None:
+    """The largest dimension that a mesh axis could shard in addition, or None."""
+    fitting = []
+    for d, (n, own) in enumerate(zip(shape, axes, strict=True)):
+        shards = math.prod(sizes.get(a, 1) for a in own)
+        if n % (shards * sizes[axis]) == 0:
+            fitting.append((n // shards, -d))
+    return -max(fitting)[1] if fitting else None

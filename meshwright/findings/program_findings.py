@@ -1,0 +1,75 @@
+"""The findings of a traced function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from meshwright.calls.held import HeldArray
+from meshwright.findings import array_checks, call_checks, product_checks
+from meshwright.findings.program_facts import ProgramFacts
+from meshwright.jax_private import TracedCall
+from meshwright.report.page.html_tables import plain_table
+from meshwright.report.page.markup import Html, tag
+from meshwright.user_lines import shorten_sources
+from partitioning.plan.findings import Finding
+from partitioning.rules import MeshLike
+
+# In the order in which a reader mends them.
+_CHECKS: tuple[Callable[[ProgramFacts], Iterator[Finding]], ...] = (
+    array_checks.find_whole_batches,
+    array_checks.find_whole_arrays,
+    product_checks.find_cut_products,
+    product_checks.find_gathered_rows,
+    product_checks.find_indivisible_constraints,
+    array_checks.find_unlike_optimizer_states,
+    array_checks.find_constants,
+    call_checks.find_changed_layouts,
+    call_checks.find_changed_types,
+    call_checks.find_undonated,
+    product_checks.find_host_work,
+)
+
+
+class Findings(tuple[Finding, ...]):
+    """The findings of a function: one line each in print, and a table in a notebook."""
+
+    def __str__(self) -> str:
+        return '\n'.join(map(str, self)) if self else 'no findings'
+
+    def _repr_html_(self) -> str:
+        return findings_table(self)
+
+
+def lint_program(
+    traced: TracedCall,
+    mesh: MeshLike,
+    held: Sequence[HeldArray],
+    results: Sequence[Any] | None = None,
+) -> Findings:
+    """Returns what is wrong or wasteful in the layouts of a traced function.
+
+    Args:
+      traced: the function.
+      mesh: its mesh.
+      held: the arrays of its arguments.
+      results: the sharding of each result of the compiled program, by default those that the
+        function states.
+    """
+    known = traced.results if results is None else results
+    facts = ProgramFacts(traced=traced, mesh=mesh, held=held, results=known)
+    found = (finding for check in _CHECKS for finding in check(facts))
+    return Findings(
+        finding._replace(
+            where=shorten_sources(finding.where), message=shorten_sources(finding.message)
+        )
+        for finding in found
+    )
+
+
+def findings_table(findings: Sequence[Finding]) -> Html:
+    """Findings as a table of a page."""
+    if not findings:
+        return tag('p', 'No findings.')
+    rows = [[tag('code', f.where), f.kind, f.message] for f in findings]
+    return plain_table(('where', 'what', 'finding'), rows)
