@@ -1,8 +1,12 @@
 """The names of `meshwright`, each listed once with the module that has it."""
 
-from meshwright.checks.golden import (
+from meshwright.auditing import (
+    audit as audit,
+)
+from meshwright.checks.comparing import (
     assert_forecast_unchanged as assert_forecast_unchanged,
     check_golden as check_golden,
+    golden as golden,
     golden_path as golden_path,
 )
 from meshwright.checks.golden_file import (
@@ -16,6 +20,10 @@ from meshwright.dumps.program import (
 )
 from meshwright.dumps.reading import (
     read_dump as read_dump,
+)
+from meshwright.explaining import (
+    explain as explain,
+)
 from meshwright.findings.program_findings import (
     Findings as Findings,
     lint_program as lint_program,
@@ -48,6 +56,14 @@ from meshwright.program.peak_memory import (
 from meshwright.report.answers import (
     answer_schema as answer_schema,
 )
+from meshwright.report.call_audit import (
+    AuditedArray as AuditedArray,
+    CallAudit as CallAudit,
+)
+from meshwright.report.explained import (
+    Explained as Explained,
+    ExplainedRow as ExplainedRow,
+)
 from meshwright.report.forecasts import (
     Compilation as Compilation,
     Forecast as Forecast,
@@ -55,10 +71,21 @@ from meshwright.report.forecasts import (
     MemoryForecast as MemoryForecast,
     Replicated as Replicated,
 )
+from meshwright.report.mesh_ranking import (
+    MeshRanking as MeshRanking,
+)
 from meshwright.report.page import (
     render_page as render_page,
     write_page as write_page,
 )
 from meshwright.report.terminal import (
     forecast_table as forecast_table,
+)
+from meshwright.searching import (
+    place as place,
+    search as search,
+)
+from meshwright.watching import (
+    Watch as Watch,
+    watch as watch,
 )

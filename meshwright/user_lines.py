@@ -28,7 +28,7 @@ def user_line(stack: Sequence[str]) -> str:
     Args:
       stack: the 'file:line' of the code, and of each of its callers.
     """
-    return next((line for line in stack if not _is_library(line)), stack[0] if stack else '')
+    return next((line for line in stack if not is_library(line)), stack[0] if stack else '')
 
 
 def stack_of_traceback(traceback: Any) -> tuple[str, ...]:
@@ -58,7 +58,8 @@ def shorten_sources(text: str) -> str:
     return _ABSOLUTE.sub(lambda found: short_source(found[0]), text)
 
 
-def _is_library(line: str) -> bool:
+def is_library(line: str) -> bool:
+    """Whether a "file:line" is of a library, of `meshwright` or of `partitioning`."""
     path = line.rpartition(':')[0]
     if path.startswith(_PLUMBING) or _IN_LIBRARY.search(path):
         return True

@@ -33,9 +33,9 @@ FLOORS = {
         {'calls', 'jaxpr'},
         {'causes', 'time'},
         {'report'},
-        {'changes', 'describing'},
-        {'forecasting'},
-        {'checks', 'dry', 'dumps'},
+        {'changes', 'describing', 'examining', 'findings', 'watching'},
+        {'forecasting', 'linting', 'auditing'},
+        {'checks', 'dry', 'dumps', 'explaining', 'searching'},
     ],
     'train': [
         {'errors'},

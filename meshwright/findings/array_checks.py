@@ -46,7 +46,7 @@ def find_whole_arrays(facts: ProgramFacts) -> Iterator[Finding]:
             else:
                 assert d is not None
                 layouts[i] = _with_axis(facts.axes[i], d, axis)
-            found[_last(facts.path(i)) if like is not None else facts.path(i)].append(i)
+            found[f'{_last(facts.path(i))} {axes_str(layouts[i])}'].append(i)
         for group in found.values():
             i = group[0]
             held = sum(map(facts.shard_bytes, group))

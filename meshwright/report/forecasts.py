@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -184,6 +185,11 @@ class Forecast:
         peak, limit = self.memory.peak, self.memory.limit
         known = '' if limit is None else f' of {bytes_str(limit)}'
         return f'<Forecast of {self.function} on {self.topology}: {bytes_str(peak)}{known}>'
+
+    def _repr_html_(self) -> str:
+        # The page imports this type, and is needed in notebooks only.
+        drawing = importlib.import_module('meshwright.report.page.notebook')
+        return str(drawing.draw_forecast(self))
 
     def as_dict(self) -> dict[str, Any]:
         """The forecast as values that JSON can hold, with "fits" and "mfu" next to its fields."""

@@ -9,7 +9,7 @@ import pytest
 from forecasts_by_hand import ARRAYS, EMBED, GIB, MESH, collective, make_forecast, rows
 from jax.sharding import PartitionSpec as P
 
-from meshwright.checks.golden import assert_forecast_unchanged, check_golden, golden_path
+from meshwright.checks.comparing import assert_forecast_unchanged, check_golden, golden_path
 from meshwright.checks.golden_file import Tolerances
 from partitioning import MeshConfig, PjitPartitioner
 

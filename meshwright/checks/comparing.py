@@ -63,6 +63,49 @@ def assert_forecast_unchanged(
     )
 
 
+def golden(
+    fn: Any,
+    *args: Any,
+    topology: str | tuple[str, int] | Sequence[str | tuple[str, int]] | None = None,
+    folder: str | os.PathLike[str] = 'forecasts',
+    name: str | None = None,
+    tolerances: Tolerances = Tolerances(),  # noqa: B008  (it is frozen)
+    update: bool | None = None,
+    on_missing: OnMissing | None = None,
+    **settings: Any,
+) -> None:
+    """Asserts that the forecasts of a call equal its golden files, which the first call writes.
+
+    Usage:
+      def test_the_step_on_a_pod():
+          mw.golden(train_step, state, batch, topology='v5p:4x4x4')
+
+    Args:
+      fn, *args: a function and the arguments of a call, as for `forecast`.
+      topology: a machine, several, or None for the machine of the arguments. ('v5e:16x16', 2) has
+        two slices.
+      folder: the folder of the golden files.
+      name, tolerances, update, on_missing: as in `check_golden`.
+      **settings: more arguments of `forecast`, such as axes or compile=False.
+
+    Raises:
+      AssertionError: if a forecast differs, or if a golden file is missing, as in `check_golden`.
+      ValueError: as in `assert_forecast_unchanged`.
+    """
+    checked: dict[str, Any] = {
+        'name': name,
+        'tolerances': tolerances,
+        'update': update,
+        'on_missing': on_missing,
+    }
+    if topology is None:
+        check_golden([forecast(fn, *args, **settings)], folder, **checked)
+        return
+    is_one = isinstance(topology, str) or (len(topology) == 2 and isinstance(topology[1], int))
+    machines: Any = [topology] if is_one else topology
+    assert_forecast_unchanged(fn, args, topologies=machines, golden=folder, **checked, **settings)
+
+
 def check_golden(
     forecasts: Sequence[Forecast],
     golden: str | os.PathLike[str] = 'forecasts',
