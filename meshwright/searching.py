@@ -75,7 +75,7 @@ def search(
         if progress is not None:
             progress(f'{name} ({len(made) + len(failed) + 1} of {len(candidates)})')
         try:
-            target = _target(topology, sizes, num_slices, on_cpu or not compile)
+            target = _target(topology, sizes, num_slices, on_cpu)
             fn, args = call_of(make, target.mesh)
             examined = examine(
                 fn, args, target=target, compile=compile, compiler_options=compiler_options

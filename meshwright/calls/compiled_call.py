@@ -11,11 +11,12 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from meshwright.calls.held import HeldArray
-from meshwright.calls.plain_call import hold
+from meshwright.calls.plain_call import hold, parts_of_name
 from meshwright.program.costs import read_text
 from partitioning.state import key_names
 
 _NAME = re.compile(r'^HloModule (?:jit_)?(?P<name>[\w.<>-]+)')
+_PARAMETER = re.compile(r' parameter\((?P<number>\d+)\).*?op_name="(?P<name>[^"]+)"')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,8 +92,14 @@ def read_compiled(fn: Any) -> CompiledCall:
     compiled: jax.stages.Compiled = fn.compile() if isinstance(fn, jax.stages.Lowered) else fn
     arguments = list(_leaves(compiled.args_info, compiled.input_shardings))
     results = list(_leaves(compiled.out_info, compiled.output_shardings))
-    text = _NAME.match(read_text(compiled))
-    name = text['name'] if text else 'the function'
+    text = read_text(compiled)
+    named = _NAME.match(text)
+    name = named['name'] if named else 'the function'
+    names = _argument_names(text)
+    if len(names) == len(arguments):  # XLA drops arguments that are not used
+        arguments = [
+            (parts_of_name(one), *about[1:]) for one, about in zip(names, arguments, strict=True)
+        ]
     shardings = [sharding for *_, sharding in (*arguments, *results)]
     meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
     found = [mesh for mesh in meshes if isinstance(mesh, Mesh) and not mesh.empty]
@@ -113,6 +120,13 @@ def read_compiled(fn: Any) -> CompiledCall:
         held=held,
         results=tuple((('result', *path), x, sharding) for path, x, sharding in results),
     )
+
+
+def _argument_names(text: str) -> list[str]:
+    """The names of the parameters of a program, in their order: "state.params['w']"."""
+    entry = text.partition('\nENTRY ')[2]
+    found = {int(m['number']): m['name'].replace("\\'", "'") for m in _PARAMETER.finditer(entry)}
+    return [found[n] for n in sorted(found)]
 
 
 def _leaves(infos: Any, shardings: Any) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
