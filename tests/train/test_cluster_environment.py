@@ -393,14 +393,18 @@ def metadata():
         server.server_close()
 
 
+# The port that Google Cloud opens between hosts of v6e: "tcp: 8470, 8471, 8474, 8476, 11211".
+OTHER = {'other_ports': (8476,)}
+
+
 @pytest.mark.parametrize(
     ('attributes', 'expected'),
     [
-        (WORKERS, ProcessAddress('10.0.0.2:8482', 2, 1, 'a TPU pod')),
-        (NAMES, ProcessAddress('t1v-n-abc-w-0:8482', 2, 1, 'a TPU pod')),
+        (WORKERS, ProcessAddress('10.0.0.2:8482', 2, 1, 'a TPU pod', **OTHER)),
+        (NAMES, ProcessAddress('t1v-n-abc-w-0:8482', 2, 1, 'a TPU pod', **OTHER)),
         (
             WORKERS | {'tpu-env': TPU_ENV},
-            ProcessAddress('10.0.0.2:8482', 4, 3, '2 TPU slices'),
+            ProcessAddress('10.0.0.2:8482', 4, 3, '2 TPU slices', **OTHER),
         ),
     ],
 )

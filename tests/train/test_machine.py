@@ -59,13 +59,13 @@ def fail_to_initialize(address, *others, **limits):
 def test_the_flags_of_a_process_reach_jax(monkeypatch, capsys):
     given = []
     monkeypatch.setattr(machine, 'use_virtual_devices', given.append)
-    monkeypatch.setattr(joining, 'open_channel', lambda *args: given.extend(args))
+    monkeypatch.setattr(joining, 'open_channel', lambda *args: given.extend(args) or (None, 1))
     monkeypatch.setattr(jax.distributed, 'initialize', fail_to_initialize)
     flags = ['--coordinator_address=host:1', '--process_count=2', '--process_index=1']
     with flagsaver.flagsaver():
         assert main(['train', '--cpu_devices=4', *flags, '--init_seconds=5']) == 75
     assert 'cannot connect process 1 of 2 at host:1 (no route)' in capsys.readouterr().err
-    assert given == [4, 'host:1', 2, 1, Limits(init_seconds=5)]
+    assert given == [4, 'host:1', 2, 1, Limits(init_seconds=5), ()]
 
 
 @pytest.mark.parametrize('given', [('host:1', None, None), (None, 2, 0), ('host:1', 2, None)])

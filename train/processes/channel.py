@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import itertools
 import os
 import platform
+import select
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,7 +35,8 @@ from train.processes.wire import Connection, Limits, Message
 
 _PACKAGES = ('meshwright', 'jax', 'jaxlib', 'flax', 'optax', 'numpy', 'orbax-checkpoint', 'libtpu')
 _SECONDS_BETWEEN_TRIES = 0.2
-# How much longer than process 0 the others wait for it, so that its message arrives.
+# How long process 0 may take to say that it hears another one, and how much longer than process 0
+# the others wait for it, so that its message arrives.
 _SECONDS_FOR_THE_MESSAGE = 5.0
 _members: list[Member] = []
 
@@ -60,11 +63,17 @@ def tick() -> None:
         _members[0].tick()
 
 
-def open_channel(address: str, count: int, index: int, limits: Limits) -> Member:
+def open_channel(
+    address: str, count: int, index: int, limits: Limits, other_ports: Sequence[int] = ()
+) -> tuple[Member, int]:
     """Connects this process to the others.
 
     Args:
       address: host:port of process 0.
+      other_ports: other ports of process 0, which count if a firewall closes the one of `address`.
+
+    Returns:
+      This process as a member of the run, and the first port at which all reach process 0.
 
     Raises:
       ConfigError: if the address is malformed, its port is in use, or the processes differ in the
@@ -74,11 +83,12 @@ def open_channel(address: str, count: int, index: int, limits: Limits) -> Member
     host, _, port = address.rpartition(':')
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(f'--coordinator_address={address}: write host:port, as in host0:1234')
-    hello = _hello(index, count)
+    hello, ports = _hello(index, count), (int(port), *other_ports)
     if index == 0:
-        with _listen(int(port)) as listener:
-            return _gather_all(listener, hello, limits)
-    return _connect(host.strip('[]'), int(port), hello, limits)
+        with contextlib.ExitStack() as stack:
+            listeners = [stack.enter_context(one) for one in _listen_at(ports)]
+            return _gather_all(listeners, hello, limits)
+    return _connect(host.strip('[]'), ports, hello, limits)
 
 
 def packages() -> dict[str, str]:
@@ -98,6 +108,22 @@ def _hello(index: int, count: int) -> dict[str, Any]:
 # ---- process 0
 
 
+def _listen_at(ports: Sequence[int]) -> Iterator[socket.socket]:
+    """Listens at all ports that are free.
+
+    Raises:
+      ConfigError: if none is.
+    """
+    problems = []
+    for port in ports:
+        try:
+            yield _listen(port)
+        except ConfigError as error:
+            problems.append(error)
+    if len(problems) == len(ports):
+        raise problems[0]
+
+
 def _listen(port: int) -> socket.socket:
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
@@ -112,8 +138,11 @@ def _listen(port: int) -> socket.socket:
         ) from error
 
 
-def _gather_all(listener: socket.socket, own: Message, limits: Limits) -> Member:
-    """Waits for all other processes, and tells them to start."""
+def _gather_all(
+    listeners: Sequence[socket.socket], own: Message, limits: Limits
+) -> tuple[Member, int]:
+    """Waits for all other processes, and tells them to start and at which port they find jax."""
+    own = own | {'ports': [one.getsockname()[1] for one in listeners]}
     hellos, connections = {0: own}, dict[int, Connection]()
     answered: list[Connection] = []  # all that wait for an answer, also those with a wrong index
     deadline, count = time.monotonic() + limits.init_seconds, int(own['count'])
@@ -123,9 +152,8 @@ def _gather_all(listener: socket.socket, own: Message, limits: Limits) -> Member
         if gone:
             problem = NotTogether(f'process {gone[0]} ended before all others had started')
             break
-        listener.settimeout(max(0.01, min(0.5, deadline - time.monotonic())))
         try:
-            connection = Connection(listener.accept()[0])
+            connection = _accept(listeners, max(0.01, min(0.5, deadline - time.monotonic())))
             hello = connection.receive(_SECONDS_FOR_THE_MESSAGE)
         except TimeoutError:
             if time.monotonic() > deadline:
@@ -134,15 +162,19 @@ def _gather_all(listener: socket.socket, own: Message, limits: Limits) -> Member
         if hello is None or hello['kind'] != 'hello':
             connection.close()  # another program
             continue
+        connection.send('heard')
         answered.append(connection)
         problem = _check_hello(hello, own, hellos)
         if problem is None:
             hellos[int(hello['index'])], connections[int(hello['index'])] = hello, connection
     if problem is None and (found := differences([hellos[i]['packages'] for i in range(count)])):
         problem = disagreement(found, count, 'install the same versions on all hosts')
+    ports = [p for p in own['ports'] if all(p in hello['ports'] for hello in hellos.values())]
+    if problem is None and not ports:
+        problem = _apart(hellos)
     for connection in answered:
         if problem is None:
-            connection.send('start')
+            connection.send('start', port=ports[0])
         else:
             restartable = isinstance(problem, NotTogether)
             details = getattr(problem, 'details', '')
@@ -153,7 +185,19 @@ def _gather_all(listener: socket.socket, own: Message, limits: Limits) -> Member
     ours, theirs = (Connection(one) for one in socket.socketpair())
     hosts = {i: str(hello['host']) for i, hello in hellos.items()}
     Hub({0: theirs, **connections}, hosts, limits).start()
-    return _start_member(Member(ours, 0, count, limits))
+    return _start_member(Member(ours, 0, count, limits)), ports[0]
+
+
+def _accept(listeners: Sequence[socket.socket], seconds: float) -> Connection:
+    """The next connection at any of the ports.
+
+    Raises:
+      TimeoutError: if there is none within some seconds.
+    """
+    ready, _, _ = select.select(listeners, [], [], seconds)
+    if not ready:
+        raise TimeoutError
+    return Connection(ready[0].accept()[0])
 
 
 def _late(missing: list[int], own: Message, limits: Limits) -> NotTogether:
@@ -161,9 +205,24 @@ def _late(missing: list[int], own: Message, limits: Limits) -> NotTogether:
     several = len(missing) > 1
     return NotTogether(
         f'process{"es" if several else ""} {who} of {own["count"]} {"have" if several else "has"} '
-        f'not started within {limits.init_seconds:g} s, or cannot reach {own["host"]} '
-        f'(--init_seconds={limits.init_seconds:g})'
+        f'not started within {limits.init_seconds:g} s, or cannot reach {own["host"]} at port '
+        f'{_either(own["ports"])} (--init_seconds={limits.init_seconds:g}): look at their output, '
+        'and let the firewall open this port'
     )
+
+
+def _apart(hellos: Mapping[int, Message]) -> NotTogether:
+    """No port is open for all processes."""
+    reached = [f'process {i} at {_either(hello["ports"])}' for i, hello in hellos.items() if i]
+    listed = ', '.join(reached[:8]) + (' ...' if len(reached) > 8 else '')
+    return NotTogether(
+        f'no port of process 0 is open for all processes: {listed}; set JAX_COORDINATOR_PORT to '
+        'one that the firewalls of all hosts open'
+    )
+
+
+def _either(ports: Sequence[int]) -> str:
+    return ' or '.join(map(str, ports))
 
 
 def _check_hello(hello: Message, own: Message, hellos: Mapping[int, Message]) -> ConfigError | None:
@@ -185,34 +244,55 @@ def _check_hello(hello: Message, own: Message, hellos: Mapping[int, Message]) ->
 # ---- the other processes
 
 
-def _connect(host: str, port: int, hello: Message, limits: Limits) -> Member:
-    """Connects to process 0, and waits until all processes have connected."""
+def _connect(host: str, ports: Sequence[int], hello: Message, limits: Limits) -> tuple[Member, int]:
+    """Connects to process 0 at one of its ports, and waits until all processes have connected."""
     deadline, why = time.monotonic() + limits.init_seconds, ''
-    while True:
+    answer: Message | None = None
+    for port in itertools.cycle(ports):
         try:
             connection = Connection(socket.create_connection((host, port), timeout=5))
         except OSError as error:
             why = error.strerror or str(error)
         else:
-            connection.send('hello', **hello)
-            left = deadline + _SECONDS_FOR_THE_MESSAGE - time.monotonic()
-            with contextlib.suppress(TimeoutError):
-                if (answer := connection.receive(max(0.1, left))) is not None:
-                    break
-            why = 'it has closed the connection'
+            open_ports = [p for p in ports if p == port or _is_open(host, p)]
+            connection.send('hello', **hello, ports=open_ports)
+            answer = _await_start(connection, deadline)
+            if answer is not None:
+                break
+            connection.close()
+            why = 'another program is there, or it has ended'
         if time.monotonic() > deadline:
             raise NotTogether(
-                f'process {hello["index"]} cannot reach process 0 at {host}:{port} within '
-                f'{limits.init_seconds:g} s ({why}): is it running, and is '
-                '--coordinator_address right?'
+                f'process {hello["index"]} cannot reach process 0 at {host}:{_either(ports)} '
+                f'within {limits.init_seconds:g} s ({why}): is it running, is '
+                '--coordinator_address right, and does the firewall open the port?'
             )
         time.sleep(_SECONDS_BETWEEN_TRIES)
+    assert answer is not None
     if answer['kind'] != 'start':
         line, details = str(answer['line']), str(answer['details'])
         refusal = NotTogether(line) if answer['restartable'] else Disagreement(line, details)
         note_raised_everywhere(refusal)
         raise refusal
-    return _start_member(Member(connection, int(hello['index']), int(hello['count']), limits))
+    one = Member(connection, int(hello['index']), int(hello['count']), limits)
+    return _start_member(one), int(answer['port'])
+
+
+def _await_start(connection: Connection, deadline: float) -> Message | None:
+    """What process 0 says when all processes have connected, or None if it is not process 0."""
+    with contextlib.suppress(TimeoutError):
+        heard = connection.receive(_SECONDS_FOR_THE_MESSAGE)
+        if heard is not None and heard['kind'] == 'heard':
+            left = deadline + _SECONDS_FOR_THE_MESSAGE - time.monotonic()
+            return connection.receive(max(0.1, left))
+    return None
+
+
+def _is_open(host: str, port: int) -> bool:
+    """Whether process 0 can be reached at another of its ports, too."""
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=2):
+        return True
+    return False
 
 
 def _start_member(one: Member) -> Member:
@@ -240,6 +320,6 @@ def _open_over_jax(limits: Limits) -> None:
     host, _, number = text.rstrip(b'\0').decode().rpartition(':')
     if listener is not None:
         with listener:
-            _gather_all(listener, hello, limits)
+            _gather_all([listener], hello, limits)
     else:
-        _connect(host, int(number), hello, limits)
+        _connect(host, [int(number)], hello, limits)

@@ -21,6 +21,9 @@ from train.errors import ConfigError
 
 # The port of process 0 where the job has no number to derive one from. It is jax's port on TPUs.
 _DEFAULT_PORT = 8482
+# jax's port on TPUs before 0.8.1. Google Cloud opens it between the hosts of v6e, and not the other
+# one (jax#35905); libtpu may use it itself, so it comes second.
+_EARLIER_PORT = 8476
 # Other ports are the highest ones, which Linux does not hand out to clients by itself.
 _FIRST_PORT, _PORTS = 61440, 4096
 _ADDRESS, _COUNT, _INDEX = 'JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID'
@@ -37,6 +40,7 @@ class ProcessAddress:
     Attributes:
       coordinator_address: host:port of process 0.
       source: what says so, such as 'Slurm' or 'a TPU pod'.
+      other_ports: other ports of process 0, in case a firewall closes the one of the address.
       local_device_ids: the GPUs that this process uses, if it shares its host's GPUs with other
         processes; None if it uses all that it sees. `jax.distributed.initialize` needs
         cluster_detection_method='deactivate' in addition, or it takes one GPU under Slurm.
@@ -47,6 +51,7 @@ class ProcessAddress:
     process_index: int
     source: str
     local_device_ids: tuple[int, ...] | None = None
+    other_ports: tuple[int, ...] = ()
 
 
 def find_processes(
@@ -92,15 +97,15 @@ def find_processes(
             )
     if given := coordinator_address or environ.get(_ADDRESS):
         name = '--coordinator_address' if coordinator_address else _ADDRESS
-        address = _check_address(given, name, _read_port(environ))
+        address, others = _check_address(given, name, _read_port(environ)), tuple[int, ...]()
     else:
-        address = _derive_address(systems, _read_port(environ))
+        address, others = _derive_address(systems, _read_port(environ))
     devices = next((s.local_device_ids for s in systems if s.local_device_ids), None)
-    return ProcessAddress(address, first.count, first.index, first.source, devices)
+    return ProcessAddress(address, first.count, first.index, first.source, devices, others)
 
 
-def _derive_address(systems: list[_Found], port: int | None) -> str:
-    """The address of process 0 by the first system that says where it runs."""
+def _derive_address(systems: list[_Found], port: int | None) -> tuple[str, tuple[int, ...]]:
+    """The address of process 0 by the first system that says where it runs, and its other ports."""
     system = next((system for system in systems if system.host is not None), None)
     if system is None:
         raise ConfigError(
@@ -109,7 +114,7 @@ def _derive_address(systems: list[_Found], port: int | None) -> str:
         )
     # A single process may have a name that no other knows, such as 'local'.
     host = '127.0.0.1' if system.count == 1 else str(system.host)
-    return _join(host, port or system.port)
+    return _join(host, port or system.port), () if port else system.other_ports
 
 
 def _describe(found: _Found) -> str:
@@ -150,6 +155,7 @@ class _Found:
       variables: the values that say so, for messages.
       host: the host of process 0, with the port of another server or none; None if the system does
         not say it.
+      port, other_ports: the ports of process 0; the others are for firewalls that close the first.
       local_device_ids: the GPUs of this process, or None for all that it sees.
     """
 
@@ -160,6 +166,7 @@ class _Found:
     host: str | None
     port: int = _DEFAULT_PORT
     local_device_ids: tuple[int, ...] | None = None
+    other_ports: tuple[int, ...] = ()
 
 
 class _NotStarted(ConfigError):
@@ -251,10 +258,11 @@ def _read_tpus(environ: Environment) -> _Found | None:
             f'{len(hosts)} hosts'
         )
     variables = f'{name} has {len(hosts)} hosts, TPU_WORKER_ID={worker}'
+    others = (_EARLIER_PORT,)
     slices = _read_number(environ, 'MEGASCALE_NUM_SLICES', 1) or 1
     index = _read_number(environ, 'MEGASCALE_SLICE_ID')
     if slices == 1 and not index:
-        return _Found('a TPU pod', len(hosts), worker, variables, hosts[0])
+        return _Found('a TPU pod', len(hosts), worker, variables, hosts[0], other_ports=others)
     coordinator = environ.get('MEGASCALE_COORDINATOR_ADDRESS')
     if index is None or not coordinator:
         missing = 'MEGASCALE_SLICE_ID' if index is None else 'MEGASCALE_COORDINATOR_ADDRESS'
@@ -262,7 +270,7 @@ def _read_tpus(environ: Environment) -> _Found | None:
     check_index(index, slices, 'MEGASCALE_SLICE_ID', 'MEGASCALE_NUM_SLICES')
     variables += f', MEGASCALE_NUM_SLICES={slices} and MEGASCALE_SLICE_ID={index}'
     count, place = slices * len(hosts), index * len(hosts) + worker
-    return _Found(f'{slices} TPU slices', count, place, variables, coordinator)
+    return _Found(f'{slices} TPU slices', count, place, variables, coordinator, other_ports=others)
 
 
 def _read_kubernetes(environ: Environment) -> _Found | None:

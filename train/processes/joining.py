@@ -80,8 +80,9 @@ def join_processes(address: ProcessAddress, limits: Limits | None = None) -> Non
       NotTogether: if the processes cannot connect in time.
     """
     limits = limits or Limits()
-    where = address.coordinator_address, address.process_count, address.process_index
-    one = open_channel(*where, limits)
+    count, index = address.process_count, address.process_index
+    one, port = open_channel(address.coordinator_address, count, index, limits, address.other_ports)
+    coordinator = f'{address.coordinator_address.rpartition(":")[0]}:{port}'
     # A library of C++ that aborts this process does not say what it was called for.
     if not faulthandler.is_enabled():
         faulthandler.enable(error_fd())
@@ -97,12 +98,11 @@ def join_processes(address: ProcessAddress, limits: Limits | None = None) -> Non
     if address.local_device_ids is not None:
         settings['local_device_ids'] = address.local_device_ids
     try:
-        relayed = relay(where[0]) if address.process_index else where[0]
-        jax.distributed.initialize(relayed, *where[1:], **settings)
+        relayed = relay(coordinator) if index else coordinator
+        jax.distributed.initialize(relayed, count, index, **settings)
     except (ValueError, RuntimeError) as error:
         raise NotTogether(
-            f'jax cannot connect process {address.process_index} of {address.process_count} at '
-            f'{address.coordinator_address} ({first_line(error)})'
+            f'jax cannot connect process {index} of {count} at {coordinator} ({first_line(error)})'
         ) from error
     finally:  # Also after an error: at exit, jax waits long for processes that have ended.
         atexit.register(leave_processes)
