@@ -25,6 +25,7 @@ from meshwright.report.forecasts import Compilation, Forecast, MemoryForecast, R
 from meshwright.report.plain_values import map_texts
 from meshwright.time import Work, estimate_step_time, estimate_work, read_work
 from meshwright.time.kernels import count_device_flops, find_kernel_work
+from meshwright.time.layers import describe_layers
 from meshwright.time.work import KernelWork
 from meshwright.user_lines import shorten_sources
 from partitioning.mesh import axis_rings, find_placement
@@ -258,7 +259,8 @@ def _find_work(
         return None
     if costs is None:
         return estimate_work(laid_out, target.chip, kernels)
-    return read_work(costs, program.traced.jaxpr, target.mesh.size, kernels)
+    layers = describe_layers(laid_out)
+    return read_work(costs, program.traced.jaxpr, target.mesh.size, kernels, layers)
 
 
 def _find_notes(

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.time import KernelWork, Machine, Work, describe_machine
+from meshwright.time.layers import Layers
 from meshwright.time.loads import find_loads
 from meshwright.time.work import Origin
 from partitioning.hardware import CHIPS
@@ -87,7 +88,12 @@ def work_of(record: Mapping[str, Any], copies: int, from_copies: int, origin: Or
         kernels=tuple(KernelWork(**kernel) for kernel in record['kernels']),
         collectives=tuple(with_copies(record['collectives'], from_copies, copies)),
         host_bytes=record['host_bytes'],
+        layers=_read_layers(record.get('layers')),
     )
+
+
+def _read_layers(entry: Mapping[str, Any] | None) -> Layers | None:
+    return entry and Layers(width=entry['width'], kinds=tuple(entry['kinds']))
 
 
 def machine_of(row: MeasuredRow, program: Program) -> Machine:
@@ -126,6 +132,7 @@ def _make_case(
         flops=1e9 * counts['causal_attention'] * tokens,
         peak=chip.peak_flops_per_device,
         loads=find_loads(work, machine_of(row, program)),
+        layers=work.layers,
         dense=row['class'] == 'dense',
         superseded=row.superseded,
         origin=origin,

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from meshwright.time.constants import ChipConstants
+from meshwright.time.layers import Layers
 from meshwright.time.loads import Loads
 from meshwright.time.step_model import add_up
 from partitioning.hardware import CHIPS
@@ -54,6 +55,7 @@ class Case:
       peak: the peak rate of a device, in FLOP/s.
       dense: whether it is a dense model in bfloat16.
       origin: 'compiler' if the program was compiled, 'jaxpr' if it was traced.
+      layers: its products, of traced programs.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Case:
     dense: bool
     superseded: bool
     origin: str = 'compiler'
+    layers: Layers | None = None
 
 
 @dataclasses.dataclass(frozen=True)

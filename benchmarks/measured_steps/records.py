@@ -113,6 +113,7 @@ def record_work(work: Work) -> dict[str, Any]:
         'host_bytes': work.host_bytes,
         'kernels': [dataclasses.asdict(kernel) for kernel in work.kernels],
         'collectives': [_entry(c) for c in merge_kinds(work.collectives)],
+        'layers': work.layers and dataclasses.asdict(work.layers),
     }
 
 

@@ -9,11 +9,14 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import scipy.stats
 
 from meshwright.time.constants import FITTED, constants_of
+from meshwright.time.domain import DOMAINS, Domain, find_distance
+from meshwright.time.step_model import without_delays
 from partitioning.hardware import CHIPS
 
 from .fitting import FREE, FREE_OF_COMPILED, GPUS, SOFTWARE, USUAL, Case, Fit
@@ -125,6 +128,85 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float |
     return float(scipy.stats.spearmanr(first, second).statistic)
 
 
+# The domains of measured steps, outside of which forecasts are less certain.
+
+_FAR = 0.5  # doublings outside of a domain, from which the growth of errors can be seen
+
+
+def domains_of(
+    fit: Fit, cases: Sequence[Case], left_out: Sequence[Forecasted]
+) -> dict[str, dict[str, Any]]:
+    """The domain of each chip: of its traced rows that are fitted, or of those of its platform.
+
+    How much errors grow outside is taken from rows whose family was left out: of those that are far
+    outside of the domain of all other families, the one whose error grew the most decides.
+
+    Args:
+      cases: all rows.
+      left_out: forecasts of rows without their families.
+    """
+    traced = [case for case in cases if case.origin == 'jaxpr']
+    fitted = [case for case in traced if not is_left_out(case)]
+    growth = {
+        platform: _growth(fit, platform, traced, left_out)
+        for platform in sorted({case.platform for case in traced})
+    }
+    domains = {}
+    for name, chip in CHIPS.items():
+        alike = _alike(fitted, name, chip.platform)
+        found = _domain_of(fit, alike, growth[chip.platform])
+        ranges = {key: [round_to(x, 3) for x in getattr(found, key)] for key in ('busy',)}
+        domains[name] = dataclasses.asdict(found) | ranges
+    return domains
+
+
+def _alike(cases: Iterable[Case], chip: str, platform: str) -> list[Case]:
+    found = [case for case in cases if case.platform == platform]
+    return [case for case in found if case.chip == chip] or found
+
+
+def _domain_of(fit: Fit, cases: Sequence[Case], growth: float) -> Domain:
+    def span(sizes: Iterable[float]) -> tuple[float, float]:
+        found = list(sizes)
+        return min(found), max(found)
+
+    return Domain(
+        steps=len(cases),
+        chips=tuple(sorted({case.chip for case in cases})),
+        busy=span(_busy(fit, case) for case in cases),
+        width=span(case.layers.width for case in cases if case.layers),
+        hosts=span(case.loads.num_processes for case in cases),
+        growth=growth,
+    )
+
+
+def _busy(fit: Fit, case: Case) -> float:
+    """The forecast of a step without the delays of hosts and slices."""
+    parts = without_delays(case.loads, fit.constants[case.chip])
+    return math.fsum(part.exposed for part in parts)
+
+
+def _growth(
+    fit: Fit, platform: str, traced: Sequence[Case], left_out: Sequence[Forecasted]
+) -> float:
+    """The largest growth of the logarithm of an error with each doubling outside of a domain."""
+    near, far = [], []
+    for one in left_out:
+        case = one.case
+        if case.platform != platform or case.origin != 'jaxpr':
+            continue
+        others = [other for other in traced if other.family != case.family]
+        domain = _domain_of(fit, _alike(others, case.chip, platform), 0.0)
+        distance = find_distance(domain, case.loads, _busy(fit, case), case.layers).doublings
+        error = abs(math.log1p(one.error))
+        if distance >= _FAR:
+            far.append((error, distance))
+        elif not distance:
+            near.append(error)
+    usual = sorted(near)[math.ceil(_SHARE_BELOW * len(near)) - 1]
+    return round_to(max((error - usual) / distance for error, distance in far), 2)
+
+
 # The file of fitted constants, which the step-time model reads.
 
 _SOFTWARE_KEY = 'software on GPUs'
@@ -156,6 +238,7 @@ def write_fit(fit: Fit, cases: Sequence[Case], left_out: Sequence[Forecasted]) -
         name: {'value': round_to(value, 4), 'source': 'fitted on the rows of this software'}
         for name, value in fit.software.items()
     }
+    entries[DOMAINS] = domains_of(fit, cases, left_out)
     FITTED.write_text(json.dumps(entries, indent=1) + '\n')
 
 

@@ -18,6 +18,7 @@ from typing import Literal
 
 from meshwright.program.collectives import Collective
 from meshwright.report.forecasts import Forecast
+from meshwright.time import StepTime
 from meshwright.time.work import Origin
 from partitioning.amounts import bytes_str, flops_str, seconds_str, share_str
 
@@ -293,6 +294,13 @@ def _time(forecast: Forecast) -> Iterator[Figure]:
     yield Figure(TIME, 'MFU', forecast.mfu, 'share')
     for part in time.parts if time else ():
         yield Figure(TIME, part.name, part.exposed, 'seconds', depth=2, is_addend=True)
+
+
+def outside_words(time: StepTime | None) -> str:
+    """Why the range of a time is wider than that of measured steps, or ''."""
+    if time is None or not time.outside:
+        return ''
+    return f'the range of the time is wider than for measured steps: {"; ".join(time.outside)}'
 
 
 def _itself(forecast: Forecast) -> Iterator[Figure]:

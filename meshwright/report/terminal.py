@@ -11,6 +11,7 @@ from meshwright.report.figures import (
     MACHINE,
     heading,
     machine_name,
+    outside_words,
     source_name,
     table_rows,
     verdict,
@@ -90,7 +91,8 @@ def _sections(forecast: Forecast) -> Iterator[tuple[str, list[str]]]:
     yield f'largest buffers ({origin})', list(_buffers(forecast))
     yield 'what would make it fit', list(_changes(forecast))
     yield 'warnings of the compiler', [_shortened(w, 300) for w in forecast.warnings]
-    yield 'notes', list(forecast.notes)
+    outside = outside_words(forecast.time)
+    yield 'notes', [*forecast.notes, *([outside] if outside else [])]
 
 
 def _section(title: str, lines: Sequence[str], where: str, width: int) -> Iterator[str]:

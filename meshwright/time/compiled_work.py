@@ -7,6 +7,7 @@ from typing import Any
 
 from meshwright.program.costs import ProgramCosts
 from meshwright.time.kernels import find_kernel_work
+from meshwright.time.layers import Layers
 from meshwright.time.work import KernelWork, Work
 from partitioning.hardware import CHIPS
 from partitioning.products.flops import count_jaxpr_flops
@@ -17,6 +18,7 @@ def read_work(
     jaxpr: Any,
     num_devices: int,
     kernels: Sequence[KernelWork] | None = None,
+    layers: Layers | None = None,
 ) -> Work:
     """Returns the work of a compiled program on each device.
 
@@ -29,6 +31,7 @@ def read_work(
       jaxpr: the ClosedJaxpr of the same function.
       num_devices: the number of devices, which share the FLOPs evenly.
       kernels: its kernels, if they have been found already.
+      layers: its products, from `describe_layers`, if they are known.
 
     Raises:
       ValueError: if the chip is not known.
@@ -55,4 +58,5 @@ def read_work(
         kernels=tuple(find_kernel_work(jaxpr) if kernels is None else kernels),
         collectives=costs.collectives,
         host_bytes=costs.host_bytes,
+        layers=layers,
     )

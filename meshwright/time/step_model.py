@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from jax.sharding import Mesh
 
 from meshwright.time.constants import ChipConstants, Constant, constants_of, list_constants
+from meshwright.time.domain import domain_of, find_distance
 from meshwright.time.links import Machine, describe_machine
 from meshwright.time.loads import Loads, find_loads
 from meshwright.time.work import Work
@@ -37,9 +38,10 @@ class StepTime:
     Attributes:
       seconds: the forecast.
       low, high: its range in seconds, from the errors that the model made on measured steps of the
-        chip.
+        chip, and from the distance to them.
       parts: what the time is made of, the largest exposed part first.
       constants: the constants that the model used.
+      outside: in what the step differs from all measured ones, so that its range is wider.
     """
 
     seconds: float
@@ -47,6 +49,7 @@ class StepTime:
     high: float
     parts: tuple[TimePart, ...]
     constants: tuple[Constant, ...]
+    outside: tuple[str, ...] = ()
 
 
 def estimate_step_time(
@@ -66,31 +69,50 @@ def estimate_step_time(
         machine = described
     loads = find_loads(work, machine)
     chosen = constants or constants_of(machine.chip)
-    parts = add_up(loads, chosen)
+    domain = domain_of(machine.chip)
+    busy = math.fsum(part.exposed for part in without_delays(loads, chosen))
+    distance = find_distance(domain, loads, busy, work.layers)
+    error = (1 + chosen.error) * math.exp(domain.growth * distance.doublings) - 1
+    parts = add_up(loads, chosen, domain.busy[0])
     kept = sorted((p for p in parts if p.seconds > 0), key=lambda part: -part.exposed)
     seconds = math.fsum(part.exposed for part in kept)
     return StepTime(
         seconds=seconds,
-        low=seconds / (1 + chosen.error),
-        high=seconds * (1 + chosen.error),
+        low=seconds / (1 + error),
+        high=seconds * (1 + error),
         parts=tuple(kept),
         constants=list_constants(machine.chip, chosen),
+        outside=distance.reasons,
     )
 
 
-def add_up(loads: Loads, constants: ChipConstants) -> list[TimePart]:
-    """Returns the parts of a step, whose exposed times add up to it."""
+def add_up(loads: Loads, constants: ChipConstants, shortest: float = 0.0) -> list[TimePart]:
+    """Returns the parts of a step, whose exposed times add up to it.
+
+    Args:
+      shortest: the seconds of the shortest step that the delays of hosts were fitted on. In a
+        shorter one they are shorter in proportion, because nobody has seen them there.
+    """
+    parts = without_delays(loads, constants)
+    busy = math.fsum(part.exposed for part in parts)
+    share = min(1.0, busy / shortest) if shortest else 1.0
+    hosts = share * constants.host_delay * math.log2(loads.num_processes)
+    parts.append(TimePart(name='waiting for the slowest host', seconds=hosts, exposed=hosts))
+    waiting = (busy + hosts) * constants.slice_delay * math.log2(loads.num_granules)
+    name = 'waiting for other slices or hosts'
+    parts.append(TimePart(name=name, seconds=waiting, exposed=waiting))
+    return parts
+
+
+def without_delays(loads: Loads, constants: ChipConstants) -> list[TimePart]:
+    """The parts of a step, without what hosts and slices wait for each other."""
     parts = [*_computing(loads, constants)]
     computing = math.fsum(part.exposed for part in parts)
     parts += _moving(loads, computing, constants)
     starts = sum(exchange.count for exchange in loads.exchanges) * constants.exchange_latency
     ways = sum(exchange.hops for exchange in loads.exchanges) * constants.hop_latency
-    overhead = constants.host_delay * math.log2(loads.num_processes) + starts + ways
-    parts.append(TimePart(name='fixed overheads', seconds=overhead, exposed=overhead))
-    busy = math.fsum(part.exposed for part in parts)
-    waiting = busy * constants.slice_delay * math.log2(loads.num_granules)
-    name = 'waiting for other slices or hosts'
-    parts.append(TimePart(name=name, seconds=waiting, exposed=waiting))
+    latency = starts + ways
+    parts.append(TimePart(name='starts of exchanges', seconds=latency, exposed=latency))
     return parts
 
 

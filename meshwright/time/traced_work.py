@@ -9,6 +9,7 @@ from meshwright.jaxpr.fusion import IN_PLACE, VIEWS, Fusion
 from meshwright.jaxpr.implied_exchanges import KINDS, SLICE
 from meshwright.jaxpr.values import Block, Step, Value
 from meshwright.time.kernels import find_kernel_work
+from meshwright.time.layers import describe_layers
 from meshwright.time.work import KernelWork, Work
 from partitioning.hardware import Chip
 from partitioning.products.flops import PRODUCTS, product_flops
@@ -40,6 +41,7 @@ def estimate_work(
         kernels=tuple(find_kernel_work(traced.jaxpr) if kernels is None else kernels),
         collectives=list_collectives(traced),
         host_bytes=count.host_bytes,
+        layers=describe_layers(traced),
     )
 
 

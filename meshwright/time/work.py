@@ -7,6 +7,7 @@ import math
 from typing import Literal
 
 from meshwright.program.collectives import Collective
+from meshwright.time.layers import Layers
 
 # 'compiler': read from the compiled program. 'jaxpr': derived from the traced function and the
 # layout of its arguments, without a compiler.
@@ -49,6 +50,7 @@ class Work:
       kernels: the hand-written kernels.
       collectives: the exchanges of data with other devices.
       host_bytes: the bytes that are copied to and from the memory of the host.
+      layers: the products, from which the distance to measured steps is known, or None.
     """
 
     origin: Origin
@@ -60,3 +62,4 @@ class Work:
     kernels: tuple[KernelWork, ...]
     collectives: tuple[Collective, ...]
     host_bytes: float
+    layers: Layers | None = None

@@ -1,15 +1,21 @@
 """The step-time model: exchanges timed by hand on known machines, and how a step adds up."""
 
 import dataclasses
+import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from forecasts_by_hand import NOTHING
 from hypothesis import given, settings, strategies as st
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from meshwright import Collective
+from meshwright.jaxpr import trace_function
 from meshwright.time import KernelWork, Work, constants_of, describe_machine, estimate_step_time
+from meshwright.time.domain import domain_of
+from meshwright.time.layers import Layers, describe_layers
 from meshwright.time.loads import links_of, time_exchange
 from partitioning.hardware import CHIPS
 from tests.partitioning.mock_devices import cpus, gpus, tpu_slices, tpus
@@ -111,21 +117,88 @@ def test_network_between_gpu_hosts():
     assert seconds_of(across, machine) == pytest.approx(8e9 / 50e9)
 
 
-def test_a_step_without_work_waits_for_the_hosts():
+def work_of_seconds(seconds):
+    """Products of a v5e that take so long."""
+    efficiency = constants_of(CHIPS['v5e']).matmul_efficiency
+    return dataclasses.replace(NOTHING, matmul_flops=197e12 * efficiency * seconds)
+
+
+def test_a_step_waits_for_the_hosts():
     """A pod of 256 chips has 64 hosts of 4 chips: 6 doublings. One host waits for nobody."""
     delay = constants_of(CHIPS['v5e']).host_delay
-    assert estimate_step_time(NOTHING, pod()).seconds == pytest.approx(6 * delay)
+    assert estimate_step_time(work_of_seconds(1), pod()).seconds == pytest.approx(1 + 6 * delay)
     alone = mesh_of(tpu_slices(1, (2, 2, 1), 'TPU v5 lite'), data=4)
-    assert estimate_step_time(NOTHING, alone).seconds == 0
+    assert estimate_step_time(work_of_seconds(1), alone).seconds == pytest.approx(1)
+    assert estimate_step_time(NOTHING, pod()).seconds == 0
+
+
+def test_delays_of_measured_steps_are_shorter_in_shorter_steps():
+    """Delays of 6 x 18 ms were measured on steps of 65 ms and more, and not on steps of 1 ms."""
+    delay, shortest = constants_of(CHIPS['v5e']).host_delay, domain_of(CHIPS['v5e']).busy[0]
+    step = estimate_step_time(work_of_seconds(shortest / 16), pod())
+    assert step.seconds == pytest.approx((shortest + 6 * delay) / 16)
+
+
+def test_the_range_is_wider_outside_of_measured_steps():
+    """Four doublings of the time, one of the width and one of the hosts, and convolutions."""
+    domain, error = domain_of(CHIPS['v5e']), constants_of(CHIPS['v5e']).error
+    inside = Layers(width=domain.width[0])
+    near = estimate_step_time(dataclasses.replace(work_of_seconds(1), layers=inside), pod())
+    assert near.high / near.seconds == pytest.approx(1 + error) and near.outside == ()
+    narrow = Layers(width=domain.width[0] / 2, kinds=('convolutions',))
+    work = dataclasses.replace(work_of_seconds(domain.busy[0] / 16), layers=narrow)
+    hosts = int(2 * domain.hosts[1])
+    far = estimate_step_time(work, dataclasses.replace(pod(), num_processes=hosts))
+    wider = (1 + error) * math.exp((4 + 1 + 1 + 1) * domain.growth)
+    assert far.high / far.seconds == far.seconds / far.low == pytest.approx(wider)
+    assert len(far.outside) == 4
+    texts = ' '.join(far.outside)
+    for words in ('the step takes', f'{hosts:,} hosts', f'{narrow.width:,.0f}', 'convolutions'):
+        assert words in texts
+
+
+def test_the_domain_of_a_chip_without_rows_is_that_of_its_platform():
+    assert domain_of(CHIPS['b200']).chips == ('h100',)
+    assert {'v5e', 'v5p', 'v6e'} <= {*domain_of(CHIPS['v4']).chips}
+
+
+def test_products_are_as_wide_as_their_smallest_size_on_a_device():
+    """Products of (512, 256) by (256, 4096) in three layers, and one of (512, 256) by (256, 8)."""
+    mesh = jax.make_mesh((2, 4), ('data', 'model'), axis_types=(AxisType.Auto,) * 2)
+
+    def struct(shape, *spec):
+        return jax.ShapeDtypeStruct(shape, 'float32', sharding=NamedSharding(mesh, P(*spec)))
+
+    def step(x, w, v):
+        wide = jax.lax.scan(lambda c, one: (c + jnp.sum(x @ one), None), 0.0, w)[0]
+        return wide + jnp.sum(x @ v)
+
+    def layers(of_x, of_w):
+        args = struct((512, 256), *of_x), struct((3, 256, 4096), None, *of_w), struct((256, 8))
+        return describe_layers(trace_function(jax.jit(step), *args, mesh=mesh))
+
+    assert layers((), ()) == Layers(width=256)
+    assert layers((), ('model', None)).width == 64
+    assert layers(('data',), (None, ('data', 'model'))).width == 256
+    image = jax.ShapeDtypeStruct((8, 32, 32, 16), 'float32')
+    kernel = jax.ShapeDtypeStruct((3, 3, 16, 64), 'float32')
+
+    def convolve(image, kernel):
+        dims = ('NHWC', 'HWIO', 'NHWC')
+        return jax.lax.conv_general_dilated(image, kernel, (1, 1), 'SAME', dimension_numbers=dims)
+
+    traced = trace_function(jax.jit(convolve), image, kernel, mesh=mesh)
+    assert describe_layers(traced) == Layers(width=64, kinds=('convolutions',))
 
 
 def test_every_exchange_has_a_latency_for_its_start_and_its_longest_way():
     """17 starts; the farthest chip of a closed ring of 16 is 8 links away."""
     constants = constants_of(CHIPS['v5e'])
     gathers = dataclasses.replace(GATHER, wire_bytes=0.0, count=17)
-    step = estimate_step_time(dataclasses.replace(NOTHING, collectives=(gathers,)), pod())
+    work = dataclasses.replace(work_of_seconds(1), collectives=(gathers,))
+    step = estimate_step_time(work, pod())
     latency = 17 * (constants.exchange_latency + 8 * constants.hop_latency)
-    assert step.seconds == pytest.approx(6 * constants.host_delay + latency)
+    assert step.seconds == pytest.approx(1 + 6 * constants.host_delay + latency)
 
 
 def test_constants_apply_to_the_parts_they_are_for():
@@ -227,7 +300,7 @@ def test_parts_add_up(work):
     step = estimate_step_time(work, pod())
     assert sum(part.exposed for part in step.parts) == pytest.approx(step.seconds)
     assert all(0 <= part.exposed <= part.seconds * (1 + 1e-9) for part in step.parts)
-    assert step.low < step.seconds < step.high
+    assert step.low < step.seconds < step.high or step.seconds == 0
 
 
 @settings(max_examples=40)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.report.figures import outside_words
 from meshwright.report.forecasts import Forecast
 from meshwright.report.page.bars import Part, color_of, legend, span, stacked_bar
 from meshwright.report.page.html_tables import plain_table
@@ -25,6 +26,7 @@ def show_time(forecast: Forecast) -> Html:
     )
     if forecast.mfu is not None:
         words += f'; MFU {share_str(forecast.mfu)} of {flops_str(forecast.model_flops)} per device'
+    outside = outside_words(time)
     whole = max(time.high, time.seconds) or 1.0
     low, high = time.low / whole, time.high / whole
     title = f'range: {seconds_str(time.low)} to {seconds_str(time.high)}'
@@ -33,6 +35,7 @@ def show_time(forecast: Forecast) -> Html:
         'section',
         heading,
         tag('p', words, class_='words'),
+        tag('p', f'{outside[0].upper()}{outside[1:]}.') if outside else None,
         stacked_bar(parts, whole, 'the parts of the time', span(low, high, title)),
         legend(parts),
         _constants(time),
