@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,14 @@ _IN_JAX = re.compile(r'/(?:site|dist)-packages/(?:jax|jaxlib)/')
 _ROOT = f'{Path(__file__).parents[1]}/'
 _PLUMBING = (f'{_ROOT}meshwright/', f'{_ROOT}partitioning/')
 _ABSOLUTE = re.compile(r'/[^\s:]+\.py:\d+')
+# A line that returns a constraint, and a layout that is written where it is used.
+_CONSTRAINING = re.compile(r'return \w*\.?(?:\w+\.)*(?:with_sharding_constraint|reshard)\(\w+, ')
+_WRITTEN = re.compile(r'[\'"]')
+_NESTED = 3  # functions that call each other
 _STANDARD = sysconfig.get_paths()['stdlib']
 
 
-def user_line(stack: Sequence[str]) -> str:
+def user_line(stack: Sequence[str], helpers: Collection[str] = ()) -> str:
     """Returns the innermost 'file:line' of the user's code or of the model's, or ''.
 
     Lines of jax, flax, optax and the like are skipped, and so are the lines of `meshwright` and
@@ -27,8 +32,45 @@ def user_line(stack: Sequence[str]) -> str:
 
     Args:
       stack: the 'file:line' of the code, and of each of its callers.
+      helpers: lines that stand for the lines that call them, see `find_helpers`.
     """
-    return next((line for line in stack if not is_library(line)), stack[0] if stack else '')
+    own = [line for line in stack if not is_library(line)]
+    told = (line for line in own if line not in helpers)
+    return next(told, own[-1] if own else stack[0] if stack else '')
+
+
+def find_helpers(constraints: Iterable[tuple[Sequence[str], Any]]) -> frozenset[str]:
+    """Finds the lines of functions that do no more than lay out what they are given.
+
+    `return jax.lax.with_sharding_constraint(x, spec)` in a function of its own says nothing; the
+    lines that call the function do. Such a line lays out arrays in several ways for several
+    callers, or returns a constraint whose layout it does not write.
+
+    Args:
+      constraints: the call stack and the layout of each constraint.
+    """
+    found = set[str]()
+    for _ in range(_NESTED):
+        callers: dict[str, set[str]] = {}
+        layouts: dict[str, set[Any]] = {}
+        for stack, layout in constraints:
+            own = [line for line in stack if not is_library(line) and line not in found]
+            if len(own) > 1:
+                callers.setdefault(own[0], set()).add(own[1])
+                layouts.setdefault(own[0], set()).add(layout)
+        several = {line for line, above in callers.items() if len(above) > 1}
+        new = {line for line in callers if _only_constrains(line)}
+        new |= {line for line in several if len(layouts[line]) > 1}
+        if not new:
+            break
+        found |= new
+    return frozenset(found)
+
+
+def _only_constrains(line: str) -> bool:
+    path, _, number = line.rpartition(':')
+    text = linecache.getline(path, int(number) if number.isdigit() else 0).strip()
+    return bool(_CONSTRAINING.match(text)) and not _WRITTEN.search(text)
 
 
 def stack_of_traceback(traceback: Any) -> tuple[str, ...]:

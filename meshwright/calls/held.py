@@ -35,7 +35,7 @@ _BATCH = {'batch', 'inputs', 'examples', 'data', 'minibatch', 'tokens', 'microba
 _BATCHES = (('x',), ('y',), ('labels',), ('targets',), ('images',))
 # The usual names in functions that no partitioner knows.
 _MOMENTS = {'mu', 'nu', 'momentum', 'trace'}
-_MODELS = {'model', 'state'}
+MODELS = {'model', 'state'}
 _LEAVES = {'kernel', 'bias', 'scale', 'embedding', 'weight', 'w', 'b'}
 ON_HOST = ('pinned_host', 'unpinned_host')
 
@@ -188,7 +188,7 @@ def named_role(path: Sequence[str], x: Any) -> ArgumentRole:
     if parts & _BATCH or path[:1] in _BATCHES:
         return 'batch'
     if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) and (
-        parts & _PARAMETERS or parts & _MODELS or parts & _LEAVES
+        parts & _PARAMETERS or parts & MODELS or {*path[-1:]} & _LEAVES
     ):
         return 'parameters'
     return 'other'

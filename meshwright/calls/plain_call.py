@@ -12,8 +12,9 @@ from typing import Any, Self
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from meshwright.calls.held import ON_HOST, HeldArray, named_role, row_of_array
+from meshwright.calls.held import ON_HOST, ArgumentRole, HeldArray, named_role, row_of_array
 from meshwright.calls.moved_jaxpr import Move
+from meshwright.calls.roles import find_roles
 from meshwright.jax_private import TracedCall, read_trace, trace_again, trace_while
 from partitioning.rules import LogicalAxisRules, MeshLike, as_tuple, spec_str
 from partitioning.state import key_names
@@ -82,10 +83,9 @@ class PlainCall:
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """The mesh axes of the first dimension of the batch."""
-        for path, aval, sharding in zip(
-            self._paths, self._traced.jaxpr.in_avals, self._traced.arguments, strict=True
-        ):
-            if isinstance(sharding, NamedSharding) and named_role(path, aval) == 'batch':
+        roles = find_roles(self._traced.jaxpr, self._paths)
+        for role, sharding in zip(roles, self._traced.arguments, strict=True):
+            if isinstance(sharding, NamedSharding) and role == 'batch':
                 return as_tuple(sharding.spec[0]) if len(sharding.spec) else ()
         return ()
 
@@ -151,19 +151,32 @@ def list_held(
       mesh: the mesh.
       paths: the path of each array, by default from the names that jax gives them.
     """
-    found = zip(
-        jax_paths(traced) if paths is None else paths,
-        traced.jaxpr.in_avals,
-        traced.arguments,
-        strict=True,
+    paths = jax_paths(traced) if paths is None else paths
+    roles = find_roles(traced.jaxpr, paths)
+    found = zip(paths, traced.jaxpr.in_avals, traced.arguments, roles, strict=True)
+    return tuple(
+        hold(path, aval, sharding, mesh, role) for path, aval, sharding, role in found
     )
-    return tuple(hold(*about, mesh) for about in found)
 
 
-def hold(path: tuple[str, ...], aval: Any, sharding: Any, mesh: MeshLike) -> HeldArray:
-    """An array of an argument or a result, from its type and its sharding."""
+def hold(
+    path: tuple[str, ...],
+    aval: Any,
+    sharding: Any,
+    mesh: MeshLike,
+    role: ArgumentRole | None = None,
+) -> HeldArray:
+    """An array of an argument or a result, from its type and its sharding.
+
+    Args:
+      path: its path.
+      aval: its type.
+      sharding: its sharding, or None.
+      mesh: the mesh.
+      role: what it is for, by default by the names in its path.
+    """
+    role = role or named_role(path, aval)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-    role = named_role(path, aval)
     why = 'nothing lays it out'
     if isinstance(sharding, Sharding):
         why = f'the argument is laid out by {spec_str(spec) if any(spec) else "None"}'

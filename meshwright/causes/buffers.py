@@ -60,7 +60,7 @@ def explain_buffer(
             rule='',
             why=f'the result of {live.op_name.rpartition("/")[2] or "an operation"}',
         )
-    return _explain_value(value, source or user_line(value.stack), array, possible)
+    return _explain_value(value, source or value.line, array, possible)
 
 
 def _explain_value(value: Value, source: str, array: ArrayType, possible: PossibleChanges) -> Cause:
@@ -80,7 +80,7 @@ def _explain_value(value: Value, source: str, array: ArrayType, possible: Possib
     suspect = possible.saves(changes) or needs_whole
     why = f'{what_is(value)}, made by {value.primitive or "the caller"}'
     if is_stacked:
-        source, loop = user_line(value.stack), user_line(value.loop)
+        source, loop = value.line, user_line(value.loop)
         why = (
             f'{what_is(value)}, which the loop at {loop} keeps for the backward pass in each '
             'iteration'
@@ -152,7 +152,7 @@ def explain_estimate(
     for array, value in zip(estimate.buffers, estimate.values, strict=True):
         operation = array.op_name.rpartition('/')[2] or value.primitive
         cause = Cause(
-            source=user_line(value.stack) or array.source,
+            source=value.line or array.source,
             array=what_is(value),
             logical_axes=value.names,
             rule='',

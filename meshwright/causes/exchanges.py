@@ -34,7 +34,6 @@ from meshwright.causes.whole_dimensions import written_for, written_otherwise
 from meshwright.jaxpr.implied_exchanges import KINDS
 from meshwright.jaxpr.primitives import names_in
 from meshwright.jaxpr.values import Value
-from meshwright.user_lines import user_line
 from partitioning.plan.rows import PlanRow
 
 # Logical axes over which tensor parallelism sums.
@@ -184,7 +183,7 @@ def _explain_sum(move: Move) -> Cause:
     # Devices along the axes of the batch have different rows, unless a constraint gives them all.
     by_parameter = by_rows and name not in ('batch', 'length')
     if constraints := possible.misplaced_constraints(value, axes) if by_parameter else []:
-        line = user_line(constraints[0].stack)
+        line = constraints[0].line
         why += f', since the constraint at {line} gives them the same rows'
         replaced = possible.replace_constraints(constraints, value)
         return move.cause(why, replaced, rule=rule, source=line)
@@ -232,7 +231,7 @@ def _of_a_parameter(move: Move) -> Cause | None:
         return None
     row = possible.layouts.rows.get(path)
     changes: list[Change] = [
-        ConstraintRemoval(source=user_line(constraint.stack))
+        ConstraintRemoval(source=constraint.line)
         for constraint in possible.graph.constraints_after(value)
         if lacks(constraint, evidence.axes)
     ]
@@ -292,7 +291,7 @@ def _constrained(move: Move) -> Cause | None:
     )
     if not conflicting:
         return None
-    line = user_line(conflicting[0].stack)
+    line = conflicting[0].line
     changes: list[Change] = [
         *possible.replace_constraints(conflicting, value, evidence.layout),
         ConstraintRemoval(source=line),

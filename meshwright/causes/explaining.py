@@ -26,7 +26,6 @@ from meshwright.program.collectives import Collective
 from meshwright.program.costs import ProgramCosts
 from meshwright.program.hlo_text import HloProgram, parse_hlo
 from meshwright.program.peak_memory import LiveArray
-from meshwright.user_lines import user_line
 from partitioning.plan.rows import PlanRow
 from partitioning.rules import LogicalAxisRules, axis_sizes
 
@@ -167,7 +166,7 @@ def _explain_warnings(
         cause = None
         for value in near[:1]:
             cause = Cause(
-                source=user_line(value.stack),
+                source=value.line,
                 array=what_is(value),
                 logical_axes=value.names,
                 rule='',

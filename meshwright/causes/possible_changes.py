@@ -30,7 +30,6 @@ from meshwright.causes.layouts import KnownLayouts, axes_of_row
 from meshwright.causes.value_graph import ValueGraph, lacks
 from meshwright.jaxpr.linked_dimensions import LinkedDimensions
 from meshwright.jaxpr.values import Axes, Value
-from meshwright.user_lines import user_line
 from partitioning.plan.rows import PlanRow
 from partitioning.rules import sharding_axes
 
@@ -142,7 +141,7 @@ class PossibleChanges:
         """The program without the nearest constraint that shards a value over mesh axes."""
         for near, _ in self._constraints_near(value):
             if any(set(held) & set(axes) for held in near.layout or ()):
-                return [ConstraintRemoval(source=user_line(near.stack))]
+                return [ConstraintRemoval(source=near.line)]
         return []
 
     def _constraints_near(self, value: Value) -> Iterator[tuple[Value, tuple[Axes, ...]]]:
@@ -347,7 +346,7 @@ class PossibleChanges:
 
 def _constrain(value: Value, layout: Sequence[Axes], *, replaces: bool = False) -> ConstraintChange:
     return ConstraintChange(
-        source=user_line(value.stack),
+        source=value.line,
         shape=value.shape,
         names=value.names,
         layout=tuple(layout),

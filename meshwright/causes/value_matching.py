@@ -39,7 +39,7 @@ class Matcher:
 
     def source_of(self, instruction: Instruction) -> str:
         """The user's line that an instruction comes from, or ''."""
-        return user_line(self._program.stack_of(instruction))
+        return user_line(self._program.stack_of(instruction), self._traced.helpers)
 
     def argument_of(self, place: Place) -> Value | None:
         """The argument of the function that a parameter of the program is."""

@@ -10,7 +10,6 @@ from meshwright.causes.cause import Change, CodeChange
 from meshwright.causes.layouts import KnownLayouts
 from meshwright.jaxpr.primitives import MOVES
 from meshwright.jaxpr.values import Value
-from meshwright.user_lines import user_line
 
 _RESIZED = 'an operation that does not cut or join a sharded dimension'
 _MERGED = 'an operation that does not merge a sharded dimension into the one before it'
@@ -44,7 +43,7 @@ def written_for(user: Value, value: Value, dim: int | None) -> Iterator[CodeChan
       dim: the number of the sharded dimension, or None if it is not known.
     """
     merged = next((one for one in _copies(value, user) if _merges(one, dim)), None)
-    line = user_line((merged or user).stack)
+    line = (merged or user).line
     if merged is not None:
         yield CodeChange(source=line, text=f'write {_MERGED} at {line}')
         return

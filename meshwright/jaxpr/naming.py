@@ -22,6 +22,7 @@ from meshwright.jaxpr.linked_dimensions import LinkedDimensions
 from meshwright.jaxpr.primitives import ARITHMETIC, CONSTRAINTS, MOVES, SCATTERS
 from meshwright.jaxpr.values import Axes, Block, Dim, Step, Value, carries, ties
 from meshwright.jaxpr.writing_out import write_out
+from meshwright.user_lines import find_helpers
 from partitioning.plan.rows import PlanRow
 from partitioning.products.flops import PRODUCTS
 from partitioning.rules import sharding_axes
@@ -37,11 +38,15 @@ class TracedValues(NamedTuple):
       arguments: its arguments.
       values: what its operations make, in their order.
       links: which dimensions of arguments belong together.
+      results: its results.
+      helpers: lines of functions that only lay out what they are given.
     """
 
     arguments: tuple[Value, ...]
     values: tuple[Value, ...]
     links: LinkedDimensions
+    results: tuple[Value, ...] = ()
+    helpers: frozenset[str] = frozenset()
 
 
 def trace_values(
@@ -73,7 +78,12 @@ def name_values(
     inputs = frozenset(row.path for row in rows if row is not None and row.role == 'other')
     naming = _Naming(names_of, inputs)
     naming.run(block)
-    return TracedValues(tuple(block.inputs), tuple(naming.values), naming.links)
+    made = tuple(naming.values)
+    constraints = [v for v in made if v.primitive in CONSTRAINTS and v.layout is not None]
+    helpers = find_helpers([(v.stack, v.layout) for v in constraints])
+    for value in made:
+        value.helpers = helpers
+    return TracedValues(tuple(block.inputs), made, naming.links, tuple(block.outputs), helpers)
 
 
 def _describe_argument(value: Value, row: PlanRow, names_of: Mapping[Axes, str]) -> None:

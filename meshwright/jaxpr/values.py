@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from jax.extend import source_info_util
 
 from meshwright.jaxpr.factors import Factors
-from meshwright.user_lines import stack_of_traceback
+from meshwright.user_lines import stack_of_traceback, user_line
 from partitioning.products.flops import count_scan_arguments
 
 Axes = tuple[str, ...]
@@ -115,6 +115,7 @@ class Value:
       argument: the path of the argument that it is, possibly cast, sliced or moved; '' for others.
       gradient_of: the path of the parameter that it is a gradient of; '' for others.
       update_of: the path of the array of the state that it updates; '' for others.
+      helpers: lines of the program that stand for their callers.
     """
 
     shape: tuple[int, ...]
@@ -134,6 +135,7 @@ class Value:
     argument: str = ''
     gradient_of: str = ''
     update_of: str = ''
+    helpers: frozenset[str] = frozenset()
 
     @property
     def size(self) -> int:
@@ -186,6 +188,11 @@ class Value:
     def stack(self) -> tuple[str, ...]:
         """The 'file:line' of the code that makes it, and of its callers."""
         return self.place.lines
+
+    @property
+    def line(self) -> str:
+        """The user's 'file:line' that makes this value."""
+        return user_line(self.stack, self.helpers)
 
     @property
     def loop(self) -> tuple[str, ...]:
