@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from meshwright.advice.advising import advise, find_variants
 from meshwright.calls.compiled_call import CompiledCall
 from meshwright.calls.compiling import Program
 from meshwright.calls.held import ROLES, HeldArray, free_axes
@@ -194,7 +195,10 @@ def _explain(
         return (), explain_estimate(estimate, laid_out, **known)[:_LARGEST]
     text = read_text(program.compiled)
     explained = explain_program(text, program.traced.jaxpr, costs, mesh=target.mesh, **known)
-    return explained.collectives, explained.buffers
+    advised = find_variants(
+        program.traced, laid_out, known['rows'], explained, target.mesh, chip=target.chip
+    )
+    return advise(explained, advised), explained.buffers
 
 
 def _memory(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
 import re
@@ -79,7 +80,12 @@ def stack_of_traceback(traceback: Any) -> tuple[str, ...]:
     The frames of jax are left out, as XLA leaves them out of the text of a program.
     """
     frames = () if traceback is None else traceback.frames
-    return tuple(f'{f.file_name}:{f.line_num}' for f in frames if not _IN_JAX.search(f.file_name))
+    return tuple(f'{f.file_name}:{f.line_num}' for f in frames if not _is_jax(f.file_name))
+
+
+@functools.cache
+def _is_jax(path: str) -> bool:
+    return bool(_IN_JAX.search(path))
 
 
 def short_source(source: str) -> str:
@@ -102,7 +108,11 @@ def shorten_sources(text: str) -> str:
 
 def is_library(line: str) -> bool:
     """Whether a "file:line" is of a library, of `meshwright` or of `partitioning`."""
-    path = line.rpartition(':')[0]
+    return _is_library_path(line.rpartition(':')[0])
+
+
+@functools.cache
+def _is_library_path(path: str) -> bool:
     if path.startswith(_PLUMBING) or _IN_LIBRARY.search(path):
         return True
     return path.startswith(_STANDARD) and '-packages' not in path

@@ -25,6 +25,21 @@ from partitioning.rules import MeshAxes, from_tuple
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Effect:
+    """What a change does to a function, per device and call, before and after.
+
+    Attributes:
+      sent: the bytes that a device sends.
+      peak: the peak of its memory, in bytes.
+      seconds: the forecast time, or None if the chip has no model.
+    """
+
+    sent: tuple[float, float]
+    peak: tuple[int, int]
+    seconds: tuple[float, float] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Cause:
     """Why an exchange of data or a buffer exists.
 
@@ -38,8 +53,11 @@ class Cause:
       change: what to write instead, in one line; '' if no change is known.
       confirmed: whether compiling with the change showed that it saves more than it costs; None if
         the change was not tried.
-      suspect: whether the layout seems not to need it, as with a gathered activation. Only
-        `confirmed` says that it can be avoided.
+      suspect: whether the layout seems not to need it, as with a gathered activation, so that its
+        changes are tried first.
+      avoidable: whether a change was found, by formula or by compiling, with which a function of
+        the same mathematics and the same layout of parameters does not send it.
+      effect: what the function sends and holds with the change; None if that was not computed.
       all_changes: the changes that may remove it, the most promising first; `change` is the first.
     """
 
@@ -51,6 +69,8 @@ class Cause:
     change: str = ''
     confirmed: bool | None = None
     suspect: bool = False
+    avoidable: bool = False
+    effect: Effect | None = None
     all_changes: tuple[Change, ...] = ()
 
 
@@ -153,6 +173,24 @@ class LayoutChange:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StateChange:
+    """Other layouts of several arguments, and of the results that replace them.
+
+    Attributes:
+      layouts: the path of each argument, with the mesh axes of each dimension.
+      results: the number of each result, with the mesh axes of each dimension.
+      text: what to write.
+    """
+
+    layouts: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...]
+    results: tuple[tuple[int, tuple[tuple[str, ...], ...]], ...]
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CodeChange:
     """A change of the code in words, which only its author can make.
 
@@ -168,7 +206,9 @@ class CodeChange:
         return self.text
 
 
-SingleChange = RuleChange | ConstraintChange | ConstraintRemoval | LayoutChange | CodeChange
+SingleChange = (
+    RuleChange | ConstraintChange | ConstraintRemoval | LayoutChange | StateChange | CodeChange
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,7 +243,7 @@ def join_changes(one: Change, other: Change) -> Change:
                 places += part.names
             else:
                 others.append(part)
-                places.append(part.path if isinstance(part, LayoutChange) else part.source)
+                places += _places(part)
     if len(set(places)) < len(places):
         raise ValueError(f'"{one}" and "{other}" change the same')
     if rules:
@@ -211,6 +251,15 @@ def join_changes(one: Change, other: Change) -> Change:
         after = tuple(pair for rule in rules for pair in rule.after)
         others = [RuleChange(before=before, after=after), *others]
     return others[0] if len(others) == 1 else JoinedChange(parts=tuple(others))
+
+
+def _places(change: SingleChange) -> list[str]:
+    """The lines or the arguments that a change concerns."""
+    if isinstance(change, StateChange):
+        return [path for path, _ in change.layouts]
+    if isinstance(change, LayoutChange):
+        return [change.path]
+    return [] if isinstance(change, RuleChange) else [change.source]
 
 
 def what_is(value: Value) -> str:

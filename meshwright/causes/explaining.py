@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from meshwright.causes.buffers import explain_buffer, explain_replicated
 from meshwright.causes.cause import Cause, what_is
-from meshwright.causes.evidence import find_evidence
+from meshwright.causes.evidence import Evidence, find_evidence
 from meshwright.causes.exchanges import explain_exchange
 from meshwright.causes.layouts import KnownLayouts, names_by_axes
 from meshwright.causes.possible_changes import PossibleChanges
@@ -48,12 +48,18 @@ class Explanation:
       replicated: the arguments that devices hold several times, the largest first.
       rematerialized: the compiler's warnings about arrays that it makes whole on every device, each
         with its cause.
+      evidence: what each collective moves, in their order.
+      traced: the values of the function.
+      possible: the changes that one can write for it.
     """
 
     collectives: tuple[tuple[Collective, Cause | None], ...]
     buffers: tuple[tuple[LiveArray, Cause | None], ...]
     replicated: tuple[tuple[PlanRow, Cause], ...]
     rematerialized: tuple[tuple[str, Cause | None], ...]
+    evidence: tuple[Evidence | None, ...]
+    traced: TracedValues
+    possible: PossibleChanges
 
     @property
     def weighed(self) -> tuple[tuple[float, Cause], ...]:
@@ -104,8 +110,11 @@ def explain_program(
     traced, possible = list_possible_changes(jaxpr, mesh=mesh, rows=rows, rules=rules)
     layouts = possible.layouts
     matcher = Matcher(program, traced, layouts.sizes)
-    evidence = ((c, find_evidence(c, matcher, layouts)) for c in costs.collectives)
-    collectives = tuple((c, explain_exchange(e, possible) if e else None) for c, e in evidence)
+    evidence = tuple(find_evidence(c, matcher, layouts) for c in costs.collectives)
+    collectives = tuple(
+        (c, explain_exchange(e, possible) if e else None)
+        for c, e in zip(costs.collectives, evidence, strict=True)
+    )
     exchanges = {c.instruction: cause for c, cause in collectives}
     replicated = [(row, explain_replicated(row, possible)) for row in layouts.rows.values()]
     replicated.sort(key=lambda pair: -pair[0].bytes_per_device)
@@ -117,6 +126,9 @@ def explain_program(
         ),
         replicated=tuple((row, cause) for row, cause in replicated if cause is not None),
         rematerialized=tuple(_explain_warnings(log, program, traced, matcher)),
+        evidence=evidence,
+        traced=traced,
+        possible=possible,
     )
 
 

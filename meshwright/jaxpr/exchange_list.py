@@ -19,10 +19,21 @@ def list_collectives(traced: TracedProgram) -> tuple[Collective, ...]:
     An exchange along axes that span slices is two: one within each slice, and one between slices
     of what is left after the first, or before it.
     """
-    return tuple(_in_block(traced.block, traced, 1))
+    return tuple(
+        one
+        for step, axes, times in walk_exchanges(traced)
+        for one in exchanges_of(step, axes, traced, times)
+    )
 
 
-def _in_block(block: Block, traced: TracedProgram, times: int) -> Iterator[Collective]:
+def walk_exchanges(traced: TracedProgram) -> Iterator[tuple[Step, Axes, int]]:
+    """Yields the steps that exchange data, with their mesh axes and how often they run."""
+    yield from _in_block(traced.block, traced, 1)
+
+
+def _in_block(
+    block: Block, traced: TracedProgram, times: int
+) -> Iterator[tuple[Step, Axes, int]]:
     for step in block.steps:
         for body in step.bodies:
             yield from _in_block(body, traced, times * step.times)
@@ -30,10 +41,13 @@ def _in_block(block: Block, traced: TracedProgram, times: int) -> Iterator[Colle
             continue
         axes = tuple(axis for axis in traced.axis_sizes if axis in exchange_axes(step))
         if math.prod(traced.axis_sizes[axis] for axis in axes) > 1:
-            yield from _describe(step, axes, traced, times)
+            yield step, axes, times
 
 
-def _describe(step: Step, axes: Axes, traced: TracedProgram, times: int) -> Iterator[Collective]:
+def exchanges_of(
+    step: Step, axes: Axes, traced: TracedProgram, times: int
+) -> Iterator[Collective]:
+    """The exchanges of a step: one within each slice, and one between slices."""
     kind, given = KINDS[step.name], step.inputs[0]
     # The network, the number of devices or slices in a group, and the operand there, as a multiple
     # of the operand of the whole exchange.

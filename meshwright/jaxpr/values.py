@@ -283,6 +283,7 @@ def loop_counts(step: Step) -> tuple[int, int]:
     return count_scan_arguments(step.params) if step.name == 'scan' else (0, 0)
 
 
+@functools.cache
 def item_size(dtype: Any) -> float:
     """The size of an element in bytes; types of 4 bits have half a byte."""
     name = str(dtype)

@@ -1,0 +1,303 @@
+"""Says of each exchange whether it can be avoided, and with which change that was tried.
+
+A change is tried by formula, on the trace of the function, and if asked by compiling it. An
+exchange is avoidable if it is gone, or mostly, in the function with a change that keeps the layout
+of all parameters, and that sends less and needs no more of anything else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from meshwright.advice.candidates import Candidate, Candidates
+from meshwright.advice.estimates import Estimate, Sent, count_steps, estimate_call, estimate_program
+from meshwright.advice.variants import Subject, make_subject, with_change
+from meshwright.causes.cause import (
+    Cause,
+    Change,
+    CodeChange,
+    ConstraintChange,
+    ConstraintRemoval,
+    Effect,
+    JoinedChange,
+    LayoutChange,
+    RuleChange,
+    StateChange,
+    join_changes,
+)
+from meshwright.causes.evidence import Evidence
+from meshwright.causes.explaining import Explanation
+from meshwright.jax_private import TracedCall
+from meshwright.jaxpr import TracedProgram
+from meshwright.program.collectives import Collective
+from partitioning.hardware import Chip
+from partitioning.plan.rows import PlanRow
+
+_STEPS = 9000  # the steps of all estimates together
+_FEWEST, _MOST = 8, 24  # estimates
+_SENT, _HELD = 0.98, 1.01  # the share of the bytes that a change may leave
+_JOINED = 1.25  # two changes are kept together if they save this many times more
+_REMOVED = 0.95  # the weight of leaving a constraint out: others may want it
+_KEPT = 1.1  # the weight of a change that keeps the layout of the parameters
+
+Exchanges = tuple[tuple[Collective, Cause | None], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A change that lowers what a function sends or holds, by formula or by compiling.
+
+    Attributes:
+      candidate: the change.
+      estimate: the function with it, by formula.
+      saved: the share of the bytes that it saves, weighed.
+      vanished: the exchanges that are gone, by formula.
+      compiled: what it does to the compiled program; None if that was not tried.
+      gone: the exchanges of the compiled program that are gone.
+    """
+
+    candidate: Candidate
+    estimate: Estimate
+    saved: float
+    vanished: dict[Sent, float]
+    compiled: Effect | None = None
+    gone: frozenset[Key] = frozenset()
+
+    @property
+    def change(self) -> Change:
+        """The change."""
+        return self.candidate.change
+
+
+Key = tuple[str, tuple[str, ...], tuple[str, ...], str]
+
+
+def key_of(collective: Collective) -> Key:
+    """What an exchange of one compilation has in common with the same of another one."""
+    return collective.kind, collective.axes, collective.arrays, collective.source
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Advised:
+    """The exchanges of a function with what is known of the changes that were tried.
+
+    Attributes:
+      base: the function as it is, by formula.
+      variants: the changes that help, the best first.
+      subject: the function.
+    """
+
+    base: Estimate
+    variants: tuple[Variant, ...]
+    subject: Subject
+
+
+def find_variants(
+    call: TracedCall,
+    laid_out: TracedProgram,
+    rows: Sequence[PlanRow | None],
+    explanation: Explanation,
+    mesh,
+    *,
+    chip: Chip | None = None,
+) -> Advised:
+    """Estimates a function with the changes that may help, and keeps those that do.
+
+    Args:
+      call: the trace of the function.
+      laid_out: the same, with the layout of its arrays.
+      rows: the layout of each array of the arguments.
+      explanation: the causes of its exchanges, whose changes are tried, too.
+      mesh: the mesh.
+      chip: the chip.
+    """
+    traced, possible = explanation.traced, explanation.possible
+    subject = make_subject(call, mesh, rows, traced)
+    base = estimate_program(laid_out, chip)
+    assert base is not None
+    candidates = Candidates(subject, traced, possible, base.equations)
+    budget = min(_MOST, max(_FEWEST, _STEPS // max(count_steps(laid_out.block), 1)))
+    tried: dict[str, Variant | None] = {}
+
+    def attempt(candidate: Candidate) -> Variant | None:
+        name = str(candidate.change)
+        if name not in tried:
+            tried[name] = None
+            if len(tried) <= budget:
+                tried[name] = _estimate(subject, candidate, base, laid_out, chip)
+        return tried[name]
+
+    if base.sent:
+        for candidate in candidates.of_state():
+            attempt(candidate)
+        ranked = [
+            *candidates.of_constraints(),
+            *candidates.of_parameters(),
+            *((0.7 * weight, one) for weight, one in candidates.of_missing()),
+            *_of_causes(explanation),
+        ]
+        ranked.sort(key=lambda pair: -pair[0])
+        for _, candidate in ranked[: max(budget - len(tried) - _FEWEST // 2, 0)]:
+            attempt(candidate)
+        _refine(candidates, attempt, tried)
+    found = sorted((v for v in tried.values() if v is not None), key=lambda v: -v.saved)
+    return Advised(base=base, variants=tuple(found), subject=subject)
+
+
+def _of_causes(explanation: Explanation) -> Iterator[tuple[float, Candidate]]:
+    """The changes of the causes of the compiled exchanges."""
+    for collective, cause in explanation.collectives:
+        for number, change in enumerate(cause.all_changes if cause else ()):
+            if isinstance(change, ConstraintChange | ConstraintRemoval):
+                yield collective.total_bytes / (2 + number), Candidate(change)
+
+
+def _refine(
+    candidates: Candidates,
+    attempt: Callable[[Candidate], Variant | None],
+    tried: dict[str, Variant | None],
+) -> None:
+    """Tries other layouts at the line of the best constraint, and the two best changes together."""
+    best = _best(tried.values())
+    if best is None:
+        return
+    for candidate in candidates.around(best.change):
+        attempt(candidate)
+    best = _best(tried.values())
+    others = sorted((v for v in tried.values() if v is not None), key=lambda v: -v.saved)
+    for other in others[:4]:
+        if best is None or other is best or other.saved < best.saved / 4:
+            continue
+        try:
+            both = join_changes(best.change, other.change)
+        except ValueError:  # they change the same line or argument
+            continue
+        keeps = best.candidate.keeps_layout and other.candidate.keeps_layout
+        joined = attempt(Candidate(both, keeps_layout=keeps))
+        if joined is not None and joined.saved <= _JOINED * best.saved:
+            tried[str(both)] = None
+
+
+def _best(variants: Iterable[Variant | None]) -> Variant | None:
+    return max((v for v in variants if v is not None), key=lambda v: v.saved, default=None)
+
+
+def _estimate(
+    subject: Subject, candidate: Candidate, base: Estimate, laid_out: TracedProgram, chip: Chip | None
+) -> Variant | None:
+    """The function with a change by formula, or None if the change does not help."""
+    try:
+        call = with_change(subject, candidate.change)
+    except ValueError:  # no line or argument is as the change says
+        return None
+    if call is None:
+        return None
+    # Constraints are tried to send less, and layouts of a state also to hold less.
+    least = _HELD if isinstance(candidate.change, StateChange) else _SENT
+    estimate = estimate_call(
+        call, subject.mesh, laid_out.slices or None, chip, most=least * base.cost
+    )
+    if estimate is None or not estimate.is_better(base):
+        return None
+    saved = max(estimate.saved(base), 0.0) + 0.1 * (base.peak - estimate.peak) / base.peak
+    saved *= _REMOVED if isinstance(candidate.change, ConstraintRemoval) else 1
+    saved *= _KEPT if candidate.keeps_layout else 1
+    return Variant(
+        candidate=candidate, estimate=estimate, saved=saved, vanished=estimate.vanished(base)
+    )
+
+
+def advise(
+    explanation: Explanation, advised: Advised, *, compiled: bool = False
+) -> tuple[tuple[Collective, Cause | None], ...]:
+    """The exchanges, each with the change that removes it, if there is one.
+
+    Args:
+      explanation: the causes of the exchanges.
+      advised: the changes that help.
+      compiled: whether changes were compiled.
+    """
+    pairs = list(zip(explanation.collectives, explanation.evidence, strict=True))
+    made = [(c, _without_changes(cause, advised)) for (c, cause), _ in pairs]
+    taken: set[int] = set()
+    order = sorted(range(len(pairs)), key=lambda n: -pairs[n][0][0].total_bytes)
+    for variant in advised.variants:
+        matched = [
+            n
+            for n in order
+            if n not in taken and _is_gone(*pairs[n][0], pairs[n][1], variant)
+        ]
+        if not matched and not taken:  # formulas see another exchange than the compiler made
+            axes = {axis for sent in variant.vanished for axis in sent.axes}
+            matched = [n for n in order if {*pairs[n][0][0].axes} & axes][:1]
+            variant = dataclasses.replace(
+                variant, candidate=dataclasses.replace(variant.candidate, keeps_layout=False)
+            )
+        for n in matched:
+            taken.add(n)
+            c, cause = made[n]
+            if cause is not None:
+                made[n] = c, _with_variant(cause, variant, advised)
+    return tuple(made)
+
+
+def _is_gone(
+    collective: Collective, cause: Cause | None, evidence: Evidence | None, variant: Variant
+) -> bool:
+    """Whether an exchange of the compiled program is gone with a change."""
+    if variant.compiled is not None:
+        return key_of(collective) in variant.gone
+    if cause is None or evidence is None or evidence.value is None:
+        return False
+    value = evidence.value
+    shape = tuple(sorted(n for n in value.shape if n > 1))
+    lines = {cause.source, evidence.made_at, evidence.used_at, collective.source}
+    return any(
+        sent.axes == tuple(sorted(collective.axes))
+        and sent.shape == shape
+        and sent.backward == value.backward
+        and bool(lines & {*sent.lines})
+        for sent in variant.vanished
+    )
+
+
+def _without_changes(cause: Cause | None, advised: Advised) -> Cause | None:
+    """A cause without the changes that were not tried, or did not help; words for the author stay.
+
+    Rules are tried by compiling only.
+    """
+    if cause is None:
+        return None
+    kept = [c for c in cause.all_changes if isinstance(c, RuleChange | CodeChange)]
+    kept = kept if cause.suspect else []
+    told = bool(kept) and isinstance(kept[0], CodeChange)
+    return dataclasses.replace(
+        cause, change=str(kept[0]) if kept else '', all_changes=tuple(kept), avoidable=told
+    )
+
+
+def _with_variant(cause: Cause, variant: Variant, advised: Advised) -> Cause:
+    """A cause with a change that removes the exchange."""
+    change, base = variant.change, advised.base
+    effect = variant.compiled or Effect(
+        sent=(base.sent, variant.estimate.sent), peak=(base.peak, variant.estimate.peak)
+    )
+    first = change.parts[0] if isinstance(change, JoinedChange) else change
+    source, array = cause.source, cause.array
+    if isinstance(first, ConstraintChange | ConstraintRemoval):
+        source = first.source
+    elif isinstance(first, LayoutChange):
+        array = first.path or array
+    elif isinstance(first, StateChange) and first.layouts:
+        array = first.layouts[0][0]
+    return dataclasses.replace(
+        cause,
+        source=source,
+        array=array,
+        change=str(change),
+        confirmed=True if variant.compiled is not None else None,
+        avoidable=variant.candidate.keeps_layout,
+        effect=effect,
+        all_changes=(change, *(c for c in cause.all_changes if c != change)),
+    )

@@ -1,0 +1,141 @@
+"""What a traced function sends and holds, by formula, to compare it with the same with a change."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from typing import Any
+
+from jax.sharding import Mesh
+
+from meshwright.jax_private import TracedCall
+from meshwright.jaxpr import TracedProgram, estimate_memory, lay_out_trace
+from meshwright.jaxpr.exchange_list import exchanges_of, walk_exchanges
+from meshwright.jaxpr.values import Block
+from meshwright.time.traced_work import estimate_work
+from meshwright.user_lines import user_line
+from partitioning.hardware import CHIPS, Chip
+
+# How much more a byte between slices costs than one within a slice.
+_BETWEEN_SLICES = 10
+_LEAST = 0.02  # the share of the bytes or of the peak that a change has to save
+_MORE = 0.01  # the share by which it may raise the others
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """Exchanges of one kind from one line, by formula.
+
+    Attributes:
+      kind: the kind: 'all-gather'.
+      axes: the mesh axes, sorted.
+      shape: the sizes of the whole array above 1, sorted.
+      lines: the user's lines of the operation and of its callers.
+      backward: whether it is a part of a backward pass.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    lines: tuple[str, ...]
+    backward: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A function by formula, per device and call.
+
+    Attributes:
+      sent: the bytes that a device sends.
+      cost: the same, with what is sent between slices weighed.
+      peak: the peak of the memory, in bytes.
+      flops: the FLOPs of matrix products.
+      exchanges: the bytes of each exchange.
+      equations: the bytes of the exchanges around each equation of the trace, by its id.
+    """
+
+    sent: float
+    cost: float
+    peak: int
+    flops: float
+    exchanges: dict[Sent, float]
+    equations: dict[int, float]
+
+    def is_better(self, before: Estimate) -> bool:
+        """Whether it sends or holds less than another one, and not more of anything else."""
+        sends, holds = self.saved(before) > _LEAST, before.peak - self.peak > _LEAST * before.peak
+        return (
+            (sends or holds)
+            and self.cost <= (1 + _MORE) * before.cost
+            and self.peak <= (1 + _MORE) * before.peak
+            and self.flops <= (1 + _MORE) * before.flops
+        )
+
+    def saved(self, before: Estimate) -> float:
+        """The share of the bytes that it does not send."""
+        return (before.cost - self.cost) / before.cost if before.cost else 0.0
+
+    def vanished(self, before: Estimate) -> dict[Sent, float]:
+        """The exchanges of another estimate that this one does not have, with their bytes."""
+        left = {key: n - self.exchanges.get(key, 0.0) for key, n in before.exchanges.items()}
+        return {key: n for key, n in left.items() if n > 0.5 * before.exchanges[key]}
+
+
+def estimate_call(
+    call: TracedCall,
+    mesh: Mesh,
+    slices: Any = None,
+    chip: Chip | None = None,
+    most: float = math.inf,
+) -> Estimate | None:
+    """Estimates what a traced function sends and holds.
+
+    Args:
+      call: the function.
+      mesh: the mesh.
+      slices: the number of slices along axes that span several, by default the mesh's.
+      chip: the chip.
+      most: None is returned for a function that costs more than these bytes.
+    """
+    return estimate_program(lay_out_trace(call, mesh, slices), chip, most)
+
+
+def estimate_program(
+    laid_out: TracedProgram, chip: Chip | None = None, most: float = math.inf
+) -> Estimate | None:
+    """Estimates what a function sends and holds, whose arrays are laid out; see `estimate_call`."""
+    found: dict[Sent, float] = collections.defaultdict(float)
+    equations: dict[int, float] = collections.defaultdict(float)
+    sent = cost = 0.0
+    for step, axes, times in walk_exchanges(laid_out):
+        parts = list(exchanges_of(step, axes, laid_out, times))
+        nbytes = sum(c.total_bytes for c in parts)
+        sent += nbytes
+        cost += sum(c.total_bytes * (_BETWEEN_SLICES if c.network == 'dcn' else 1) for c in parts)
+        equations[id(step.place.equation)] += nbytes
+        given = step.inputs[0]
+        key = Sent(
+            parts[0].kind if parts else step.name,
+            tuple(sorted(axes)),
+            tuple(sorted(n for n in given.shape if n > 1)),
+            tuple(dict.fromkeys([user_line(step.place.lines), *step.place.lines])),
+            step.place.is_backward,
+        )
+        found[key] += nbytes
+    if cost > most:
+        return None
+    work = estimate_work(laid_out, chip or CHIPS['v5e'], ())
+    return Estimate(
+        sent=sent,
+        cost=cost,
+        peak=estimate_memory(laid_out, chip).peak,
+        flops=work.matmul_flops,
+        exchanges=dict(found),
+        equations=dict(equations),
+    )
+
+
+def count_steps(block: Block) -> int:
+    """The number of steps of a block and of its bodies."""
+    return sum(1 + sum(map(count_steps, step.bodies)) for step in block.steps)

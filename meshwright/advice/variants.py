@@ -1,0 +1,194 @@
+"""A traced function with a change: with other constraints, or with other layouts of its arguments.
+
+Nothing of the user's code runs again. The equations of the trace are edited, and what the function
+says about its arguments and results is replaced.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshwright.causes.cause import (
+    Change,
+    ConstraintChange,
+    ConstraintRemoval,
+    JoinedChange,
+    LayoutChange,
+    StateChange,
+)
+from meshwright.causes.editing import edit_jaxpr
+from meshwright.jax_private import TracedCall, evaluate, trace_again
+from meshwright.jaxpr.naming import TracedValues
+from meshwright.jaxpr.primitives import ARITHMETIC
+from meshwright.jaxpr.values import Axes
+from partitioning.plan.rows import PlanRow
+from partitioning.rules import from_tuple
+
+Layout = tuple[Axes, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A function, and what is known of its arguments and results.
+
+    Attributes:
+      call: the trace.
+      mesh: the mesh.
+      rows: the layout of each array of the arguments.
+      parameter_of: the path of the parameter that each array of the optimizer belongs to.
+      replaced: for each result, the path of the argument that it replaces, or of its parameter; ''
+        for other results.
+    """
+
+    call: TracedCall
+    mesh: Mesh
+    rows: tuple[PlanRow | None, ...]
+    parameter_of: Mapping[str, str]
+    replaced: tuple[str, ...]
+
+    @property
+    def by_path(self) -> dict[str, PlanRow]:
+        """The rows of the arguments by their paths."""
+        return {row.path: row for row in self.rows if row is not None}
+
+
+def make_subject(
+    call: TracedCall, mesh: Mesh, rows: Sequence[PlanRow | None], traced: TracedValues
+) -> Subject:
+    """Finds which parameter each array of the optimizer belongs to, and what results replace.
+
+    Args:
+      call: the trace.
+      mesh: the mesh.
+      rows: the layout of each array of the arguments.
+      traced: the values of the trace, with their names.
+    """
+    known = {row.path: row for row in rows if row is not None}
+    owners = dict(_owners(known, traced))
+    replaced = []
+    for value in traced.results:
+        path = value.update_of or value.argument
+        replaced.append(owners.get(path, path))
+    return Subject(
+        call=call, mesh=mesh, rows=tuple(rows), parameter_of=owners, replaced=tuple(replaced)
+    )
+
+
+def _owners(rows: Mapping[str, PlanRow], traced: TracedValues) -> list[tuple[str, str]]:
+    """The moments with their parameters: by the ends of their paths, or by what updates them."""
+    together: dict[str, list[str]] = collections.defaultdict(list)
+    for value in traced.values:
+        if value.primitive in ARITHMETIC and value.update_of:
+            paths = {o.update_of or o.gradient_of or o.argument for o in value.operands}
+            held = [rows[path] for path in paths if path in rows]
+            owners = [row.path for row in held if row.role == 'parameters']
+            for row in held:
+                together[row.path] += owners if row.role == 'optimizer' else []
+    found = []
+    for row in rows.values():
+        if row.role != 'optimizer' or not row.shape:
+            continue
+        like = [r for r in rows.values() if r.role == 'parameters' and r.shape == row.shape]
+        ends = {r.path: _common_end(r.path, row.path) for r in like}
+        longest = [path for path, n in ends.items() if n and n == max(ends.values())]
+        named = [path for path in together[row.path] if path in ends]
+        owner = longest if len(longest) == 1 else [p for p in named if p in longest] or named
+        found += [(row.path, owner[0])] if owner else []
+    return found
+
+
+def _common_end(one: str, other: str) -> int:
+    """The number of the last parts of two paths that are the same."""
+    count = 0
+    for a, b in zip(reversed(one.split('/')), reversed(other.split('/')), strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def with_change(subject: Subject, change: Change) -> TracedCall | None:
+    """The function with a change, traced but not lowered; None if the change cannot be made here.
+
+    Raises:
+      ValueError: if the change does not fit the function.
+    """
+    if isinstance(change, JoinedChange):
+        call: TracedCall | None = subject.call
+        for part in change.parts:
+            if call is not None:
+                call = with_change(dataclasses.replace(subject, call=call), part)
+        return call
+    if isinstance(change, ConstraintChange | ConstraintRemoval):
+        return _again(subject.call, jaxpr=edit_jaxpr(subject.call.jaxpr, change, subject.mesh))
+    if isinstance(change, LayoutChange):
+        return _with_layouts(subject, *_layouts_of(subject, change))
+    if isinstance(change, StateChange):
+        return _with_layouts(subject, dict(change.layouts), dict(change.results))
+    return None
+
+
+def _layouts_of(
+    subject: Subject, change: LayoutChange
+) -> tuple[dict[str, Layout], dict[int, Layout]]:
+    """The layouts that a change gives to arguments and results: moments follow their parameters."""
+    if change.result is not None:
+        return {}, {change.result: change.layout}
+    paths = {change.path, *change.likewise}
+    paths |= {moment for moment, owner in subject.parameter_of.items() if owner in paths}
+    return dict.fromkeys(paths, change.layout), {}
+
+
+def _with_layouts(
+    subject: Subject, layouts: Mapping[str, Layout], results: Mapping[int, Layout]
+) -> TracedCall:
+    """The function with other layouts of arguments, and of the results in their place."""
+    call, mesh = subject.call, subject.mesh
+    given, returned = list(call.arguments), list(call.results)
+    before: dict[tuple[str, tuple[int, ...], str], Any] = {}
+    for number, row in enumerate(subject.rows):
+        if row is None or row.path not in layouts:
+            continue
+        new = _sharding(mesh, layouts[row.path], given[number])
+        owner = subject.parameter_of.get(row.path, row.path)
+        before[owner, tuple(row.shape), _spec_of(given[number], len(row.shape))] = new
+        given[number] = new
+    for number, aval in enumerate(call.jaxpr.out_avals):
+        held = returned[number]
+        key = (subject.replaced[number], tuple(aval.shape), _spec_of(held, len(aval.shape)))
+        if number in results:
+            returned[number] = _sharding(mesh, results[number], held)
+        elif isinstance(held, NamedSharding) and key in before:
+            returned[number] = before[key]
+    return _again(call, arguments=tuple(given), results=tuple(returned))
+
+
+def _spec_of(sharding: Any, rank: int) -> str:
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    return str(PartitionSpec(*spec, *[None] * (rank - len(spec))))
+
+
+def _sharding(mesh: Mesh, layout: Layout, before: Any) -> NamedSharding:
+    kind = getattr(before, 'memory_kind', None)
+    spec = PartitionSpec(*(from_tuple(axes) for axes in layout))
+    return NamedSharding(mesh, spec, memory_kind=kind)
+
+
+def _again(call: TracedCall, **changes: Any) -> TracedCall:
+    """The call with other equations or layouts, which is traced again when it is lowered."""
+    changed = dataclasses.replace(call, **changes)
+
+    def lower() -> Any:
+        jaxpr = changed.jaxpr
+
+        def function(*args: Any) -> list[Any]:
+            return evaluate(jaxpr.jaxpr, jaxpr.consts, args)
+
+        return trace_again(changed, function, lambda sharding: sharding).lower()
+
+    return dataclasses.replace(changed, lower=lower)
