@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
 
-from meshwright.advice.advising import advise, find_variants
+from meshwright.advice.advising import (
+    Measured,
+    advise,
+    compile_variants,
+    find_variants,
+    measure_costs,
+)
 from meshwright.calls.compiled_call import CompiledCall
 from meshwright.calls.compiling import Program
 from meshwright.calls.held import ROLES, HeldArray, free_axes
 from meshwright.calls.target import Target, target_of_mesh
 from meshwright.causes import Cause, explain_estimate, explain_program
+from meshwright.jax_private import TracedCall
 from meshwright.jaxpr import (
     MemoryEstimate,
     TracedProgram,
@@ -60,6 +67,7 @@ def describe_program(
     rules: LogicalAxisRules = (),
     *,
     explain: bool = True,
+    recompile: Callable[[TracedCall], Program] | None = None,
 ) -> Forecast:
     """The forecast of a program, without changes of settings and without what it took itself.
 
@@ -70,6 +78,7 @@ def describe_program(
       held: the arrays of its arguments.
       rules: the logical axis rules under which it was traced.
       explain: whether to find the causes of exchanges and buffers.
+      recompile: compiles the function with a change; None compiles no changes.
     """
     costs = read_program(program, target)
     mesh, jaxpr = target.mesh, program.traced.jaxpr
@@ -79,7 +88,7 @@ def describe_program(
     estimate = estimate_memory(laid_out, target.chip)
     work = _find_work(program, target, costs, laid_out, kernels)
     collectives, buffers = _explain(
-        rules, target, program, costs, held, estimate, laid_out, explain=explain
+        rules, target, program, costs, held, estimate, laid_out, recompile, explain=explain
     )
     if costs is None and work is not None:
         collectives = tuple((c, None) for c in work.collectives)
@@ -176,6 +185,7 @@ def _explain(
     held: Sequence[HeldArray],
     estimate: MemoryEstimate,
     laid_out: TracedProgram,
+    recompile: Callable[[TracedCall], Program] | None,
     *,
     explain: bool,
 ) -> tuple[Exchanges, Buffers]:
@@ -198,7 +208,25 @@ def _explain(
     advised = find_variants(
         program.traced, laid_out, known['rows'], explained, target.mesh, chip=target.chip
     )
+    if recompile is not None and costs is not None:
+
+        def measure(call: TracedCall) -> Measured | None:
+            again = recompile(call)
+            found = read_program(again, target)
+            return None if found is None else measure_costs(found, _seconds(again, target, found))
+
+        before = measure_costs(costs, _seconds(program, target, costs))
+        advised = compile_variants(explained, advised, before, measure)
     return advise(explained, advised), explained.buffers
+
+
+def _seconds(program: Program, target: Target, costs: ProgramCosts) -> float | None:
+    """The forecast time of a compiled program; None if the chip has no model."""
+    if target.chip is None or target.is_stand_in:
+        return None
+    work = read_work(costs, program.traced.jaxpr, target.mesh.size)
+    time = estimate_step_time(work, target.mesh)
+    return None if time is None else time.seconds
 
 
 def _memory(

@@ -11,10 +11,11 @@ from typing import Any
 from meshwright.calls.call import Call
 from meshwright.calls.compiled_call import check_no_trace_needed, is_compiled, read_compiled
 from meshwright.calls.compiling import Program, Progress, compile_traced, peak_rss
-from meshwright.calls.target import target_of_mesh
+from meshwright.calls.target import Target, target_of_mesh
 from meshwright.changes import SettingChange, list_general_changes, rank_changes
 from meshwright.describing import describe_compiled, describe_program, read_program
 from meshwright.examining import Examined, examine
+from meshwright.jax_private import TracedCall
 from meshwright.report.forecasts import Compilation, Forecast
 from partitioning.hardware import OptionValue
 
@@ -64,7 +65,8 @@ def forecast(
         any case if the compiler of the machine is not installed.
       changes: changes to try if the function does not fit, in addition to a smaller batch and
         more devices. None tries nothing.
-      confirm: whether to compile the changes that fit by formula, until the compiler confirms one.
+      confirm: whether to compile changes: those of settings that fit by formula, until the compiler
+        confirms one, and the three changes of layouts with which devices send least by formula.
       explain: whether to find the causes of exchanges and buffers.
       on_program: receives the text of the compiled program, if there is one.
       progress: receives a text when a stage begins.
@@ -113,8 +115,15 @@ def forecast_examined(
       changes, confirm, explain, progress: as for `forecast`.
     """
     call, target, held = examined.call, examined.target, examined.held
+    say, options = progress or (lambda text: None), examined.compiler_options
     result = describe_program(
-        call.name, examined.program, target, held, call.rules, explain=explain
+        call.name,
+        examined.program,
+        target,
+        held,
+        call.rules,
+        explain=explain,
+        recompile=_recompile(call.name, target, options, say) if confirm else None,
     )
     if result.fits is False and target.chip is not None and changes is not None:
         limit = result.memory.limit or 0
@@ -129,6 +138,18 @@ def forecast_examined(
         )
         result = dataclasses.replace(result, changes=ranked)
     return result
+
+
+def _recompile(
+    name: str, target: Target, options: Mapping[str, OptionValue] | None, say: Progress
+) -> Callable[[TracedCall], Program]:
+    """Compiles a changed function as the forecast compiled the function itself."""
+
+    def recompile(traced: TracedCall) -> Program:
+        say(f'compiling {name} with a change')
+        return compile_traced(Program(traced=traced), name, target.mesh, options)
+
+    return recompile
 
 
 def _compile_peak(call: Call, options: Mapping[str, OptionValue] | None) -> int:

@@ -32,6 +32,7 @@ FLOORS = {
         {'program'},
         {'calls', 'jaxpr'},
         {'causes', 'time'},
+        {'advice'},
         {'report'},
         {'changes', 'describing', 'examining', 'findings', 'watching'},
         {'forecasting', 'linting', 'auditing'},

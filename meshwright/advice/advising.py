@@ -7,8 +7,11 @@ of all parameters, and that sends less and needs no more of anything else.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from jax.sharding import Mesh
 
 from meshwright.advice.candidates import Candidate, Candidates
 from meshwright.advice.estimates import Estimate, Sent, count_steps, estimate_call, estimate_program
@@ -30,7 +33,9 @@ from meshwright.causes.evidence import Evidence
 from meshwright.causes.explaining import Explanation
 from meshwright.jax_private import TracedCall
 from meshwright.jaxpr import TracedProgram
+from meshwright.jaxpr.values import Value
 from meshwright.program.collectives import Collective
+from meshwright.program.costs import ProgramCosts
 from partitioning.hardware import Chip
 from partitioning.plan.rows import PlanRow
 
@@ -41,7 +46,57 @@ _JOINED = 1.25  # two changes are kept together if they save this many times mor
 _REMOVED = 0.95  # the weight of leaving a constraint out: others may want it
 _KEPT = 1.1  # the weight of a change that keeps the layout of the parameters
 
+# Exchanges in which data moves along several mesh axes at once.
+_ALONG_SEVERAL = ('collective-permute', 'all-to-all')
+_LESS, _MORE = 0.995, 1.01  # a change lowers a figure to this share, and raises others to this one
+
 Exchanges = tuple[tuple[Collective, Cause | None], ...]
+
+
+Key = tuple[str, tuple[str, ...], tuple[str, ...], str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A compiled function, per device and call.
+
+    Attributes:
+      sent: the bytes that a device sends.
+      peak: the peak of its memory, in bytes.
+      seconds: the forecast time; None if the chip has no model.
+      exchanges: the bytes of its exchanges.
+    """
+
+    sent: float
+    peak: int
+    seconds: float | None
+    exchanges: Mapping[Key, float]
+
+    def is_better(self, before: Measured) -> bool:
+        """Whether it lowers a figure of another one, and raises none by more than 1%."""
+        pairs = [(self.sent, before.sent), (self.peak, before.peak)]
+        if self.seconds is not None and before.seconds is not None:
+            pairs.append((self.seconds, before.seconds))
+        lower = any(after < _LESS * figure for after, figure in pairs)
+        return lower and all(after <= _MORE * figure for after, figure in pairs)
+
+
+def measure_costs(costs: ProgramCosts, seconds: float | None) -> Measured:
+    """The figures of a compiled function.
+
+    Args:
+      costs: its costs.
+      seconds: its forecast time.
+    """
+    exchanges: dict[Key, float] = collections.defaultdict(float)
+    for one in costs.collectives:
+        exchanges[key_of(one)] += one.total_bytes
+    return Measured(
+        sent=sum(exchanges.values()),
+        peak=costs.memory.peak if costs.memory is not None else costs.at_peak.nbytes,
+        seconds=seconds,
+        exchanges=dict(exchanges),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,9 +125,6 @@ class Variant:
         return self.candidate.change
 
 
-Key = tuple[str, tuple[str, ...], tuple[str, ...], str]
-
-
 def key_of(collective: Collective) -> Key:
     """What an exchange of one compilation has in common with the same of another one."""
     return collective.kind, collective.axes, collective.arrays, collective.source
@@ -98,7 +150,7 @@ def find_variants(
     laid_out: TracedProgram,
     rows: Sequence[PlanRow | None],
     explanation: Explanation,
-    mesh,
+    mesh: Mesh,
     *,
     chip: Chip | None = None,
 ) -> Advised:
@@ -184,7 +236,11 @@ def _best(variants: Iterable[Variant | None]) -> Variant | None:
 
 
 def _estimate(
-    subject: Subject, candidate: Candidate, base: Estimate, laid_out: TracedProgram, chip: Chip | None
+    subject: Subject,
+    candidate: Candidate,
+    base: Estimate,
+    laid_out: TracedProgram,
+    chip: Chip | None,
 ) -> Variant | None:
     """The function with a change by formula, or None if the change does not help."""
     try:
@@ -223,14 +279,11 @@ def advise(
     taken: set[int] = set()
     order = sorted(range(len(pairs)), key=lambda n: -pairs[n][0][0].total_bytes)
     for variant in advised.variants:
-        matched = [
-            n
-            for n in order
-            if n not in taken and _is_gone(*pairs[n][0], pairs[n][1], variant)
-        ]
-        if not matched and not taken:  # formulas see another exchange than the compiler made
-            axes = {axis for sent in variant.vanished for axis in sent.axes}
-            matched = [n for n in order if {*pairs[n][0][0].axes} & axes][:1]
+        left = [n for n in order if n not in taken]
+        matched = [n for n in left if _is_gone(*pairs[n][0], pairs[n][1], variant)]
+        if not matched and variant.compiled is None:
+            # Formulas see another exchange than the compiler has made.
+            matched = [n for n in left if _may_be_gone(pairs[n][0][0], pairs[n][1], variant)][:1]
             variant = dataclasses.replace(
                 variant, candidate=dataclasses.replace(variant.candidate, keeps_layout=False)
             )
@@ -250,16 +303,76 @@ def _is_gone(
         return key_of(collective) in variant.gone
     if cause is None or evidence is None or evidence.value is None:
         return False
-    value = evidence.value
-    shape = tuple(sorted(n for n in value.shape if n > 1))
+    value, axes = evidence.value, set(collective.axes)
+    shape = _shape_of(value)
     lines = {cause.source, evidence.made_at, evidence.used_at, collective.source}
+    # The layout of a result has no line: it moves what updates the state.
+    is_state = bool(value.update_of) or evidence.result is not None
     return any(
-        sent.axes == tuple(sorted(collective.axes))
+        (axes == {*sent.axes} or (axes > {*sent.axes} and collective.kind in _ALONG_SEVERAL))
         and sent.shape == shape
-        and sent.backward == value.backward
-        and bool(lines & {*sent.lines})
+        and (bool(lines & {*sent.lines}) if any(sent.lines) else is_state)
+        and (sent.backward == value.backward or not any(sent.lines))
         for sent in variant.vanished
     )
+
+
+def _may_be_gone(collective: Collective, evidence: Evidence | None, variant: Variant) -> bool:
+    """Whether an exchange may be one of those that are gone by formula, seen otherwise."""
+    if evidence is None or evidence.value is None:
+        return False
+    axes, shape = {*collective.axes}, _shape_of(evidence.value)
+    return any(axes & {*sent.axes} and sent.shape == shape for sent in variant.vanished)
+
+
+def _shape_of(value: Value) -> tuple[int, ...]:
+    return tuple(sorted(n for n in value.shape if n > 1))
+
+
+def compile_variants(
+    explanation: Explanation,
+    advised: Advised,
+    before: Measured,
+    measure: Callable[[TracedCall], Measured | None],
+    most: int = 3,
+) -> Advised:
+    """Compiles the function with the best changes, and leaves out those that do not help.
+
+    Args:
+      explanation: the causes of the exchanges.
+      advised: the changes that help by formula.
+      before: the function as it is.
+      measure: compiles a function; None if it cannot be compiled.
+      most: the number of compilations at most.
+    """
+    kept: list[Variant] = []
+    for number, variant in enumerate(advised.variants):
+        if number >= most:
+            kept.append(variant)
+            continue
+        call = with_change(advised.subject, variant.change)
+        after = None if call is None else measure(call)
+        if after is not None and after.is_better(before):
+            gone = {k for k, n in before.exchanges.items() if after.exchanges.get(k, 0) < n / 2}
+            effect = Effect(
+                sent=(before.sent, after.sent),
+                peak=(before.peak, after.peak),
+                seconds=None
+                if before.seconds is None or after.seconds is None
+                else (before.seconds, after.seconds),
+            )
+            kept.append(dataclasses.replace(variant, compiled=effect, gone=frozenset(gone)))
+    kept.sort(key=lambda v: (v.compiled is None, -_saved(v)))
+    return dataclasses.replace(advised, variants=tuple(kept))
+
+
+def _saved(variant: Variant) -> float:
+    """The bytes that a compiled change saves, or the share by formula."""
+    if variant.compiled is None:
+        return variant.saved
+    (sent, sends), (held, holds) = variant.compiled.sent, variant.compiled.peak
+    saved = sent - sends + 0.1 * (held - holds)
+    return saved * (_REMOVED if isinstance(variant.change, ConstraintRemoval) else 1)
 
 
 def _without_changes(cause: Cause | None, advised: Advised) -> Cause | None:

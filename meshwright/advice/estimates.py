@@ -25,17 +25,15 @@ _MORE = 0.01  # the share by which it may raise the others
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """Exchanges of one kind from one line, by formula.
+    """Exchanges of arrays of one shape from one line, by formula.
 
     Attributes:
-      kind: the kind: 'all-gather'.
       axes: the mesh axes, sorted.
       shape: the sizes of the whole array above 1, sorted.
       lines: the user's lines of the operation and of its callers.
       backward: whether it is a part of a backward pass.
     """
 
-    kind: str
     axes: tuple[str, ...]
     shape: tuple[int, ...]
     lines: tuple[str, ...]
@@ -116,7 +114,6 @@ def estimate_program(
         equations[id(step.place.equation)] += nbytes
         given = step.inputs[0]
         key = Sent(
-            parts[0].kind if parts else step.name,
             tuple(sorted(axes)),
             tuple(sorted(n for n in given.shape if n > 1)),
             tuple(dict.fromkeys([user_line(step.place.lines), *step.place.lines])),

@@ -31,6 +31,7 @@ from meshwright.causes.layouts import axes_of_row
 from meshwright.causes.possible_changes import PossibleChanges
 from meshwright.causes.value_graph import lacks
 from meshwright.causes.whole_dimensions import written_for, written_otherwise
+from meshwright.causes.wording import in_words, name_dim, say_layout, say_rows, what_makes
 from meshwright.jaxpr.implied_exchanges import KINDS
 from meshwright.jaxpr.primitives import names_in
 from meshwright.jaxpr.values import Value
@@ -62,8 +63,10 @@ class Move:
     @property
     def split(self) -> str:
         """The layout of the value before the exchange, for people."""
-        along = f' along {self.name!r}' if self.name else ''
-        return f'{what_is(self.value)} is sharded over {over(self.evidence.axes)}{along}'
+        moved = self.evidence.moved
+        along = f' along {name_dim(moved)}' if moved and (moved.name or moved.argument) else ''
+        along = '' if self.value.argument and not self.name else along
+        return f'{in_words(self.value)} is sharded over {over(self.evidence.axes)}{along}'
 
     def cause(
         self,
@@ -87,7 +90,10 @@ class Move:
         """
         possible, evidence = self.possible, self.evidence
         around = () if asked_for else (self.value, *evidence.taken_by)
-        rule = possible.layouts.rule_for(self.name) if rule is None else rule
+        if rule is None:  # without rules, the layout of an argument decides
+            rule = possible.layouts.rule_for(self.name) or say_layout(
+                evidence.moved, possible.layouts
+            )
         if unusual := possible.standard_rules(*around):
             rule = possible.layouts.rule_for(unusual[0].names[0])
             why += f'; {rule} is not as in the standard rules'
@@ -144,8 +150,8 @@ def _explain_gradient(move: Move) -> Cause:
     layouts = possible.layouts
     if set(axes) <= set(layouts.batch_axes):
         why = (
-            f'each device along {over(axes)} has the gradient of {path} for its rows, and their '
-            'sum is needed'
+            f'each device along {over(axes)} has the gradient of {path} for its own rows of the '
+            'batch, and their sum is needed'
         )
     else:
         why = (
@@ -174,17 +180,20 @@ def _explain_sum(move: Move) -> Cause:
     summed = next((d for d in value.contracted if d and set(d.axes) & set(axes)), None)
     summed = summed or next((d for d in value.contracted if d and d.name), None)
     name = summed.name if summed else None
-    rule = layouts.rule_for(name)
+    rule = layouts.rule_for(name) or say_layout(summed, layouts)
     if value.size <= 1 or (by_rows and name in ('batch', 'length', None) and len(value.shape) < 2):
         why = f'a sum over values on different devices along {over(axes)}'
         return move.cause(why, rule=rule, suspect=False, source=made_at)
-    what = f'{name!r}' if name else 'a dimension'
-    why = f'the sum over {what} runs over devices along {over(axes)}, which have parts of it'
+    rows = say_rows(layouts)
+    why = (
+        f'{what_makes(value)} sums over {name_dim(summed)}, which is sharded over {over(axes)}, so '
+        f'that each device has a part of the sum{f"; {rows}" if rows else ""}'
+    )
     # Devices along the axes of the batch have different rows, unless a constraint gives them all.
     by_parameter = by_rows and name not in ('batch', 'length')
     if constraints := possible.misplaced_constraints(value, axes) if by_parameter else []:
         line = constraints[0].line
-        why += f', since the constraint at {line} gives them the same rows'
+        why += f'; the constraint at {line} gives the devices the same rows'
         replaced = possible.replace_constraints(constraints, value)
         return move.cause(why, replaced, rule=rule, source=line)
     if name and name not in ('batch', 'length') and layouts.is_unusual(name):
@@ -215,7 +224,10 @@ def _explain_gathered_argument(move: Move) -> Cause:
     if row is not None and row.role == 'other':
         changes += possible.relax(evidence)
         return move.cause(f'{move.split}, but {evidence.used_at} needs all of it', changes)
-    why = f'expected: {move.split}, and each device gathers it for use'  # as FSDP does
+    why = (  # as FSDP does
+        f'expected: {move.split}, and each device needs all of it at {evidence.used_at} for its '
+        'rows'
+    )
     if unused := [a for a in layouts.unused_by(row) if a not in layouts.batch_axes]:
         changes += possible.shard_more(path, but=evidence.axes)
         why += f'; it is whole along {over(unused)}'

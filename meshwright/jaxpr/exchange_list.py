@@ -31,9 +31,7 @@ def walk_exchanges(traced: TracedProgram) -> Iterator[tuple[Step, Axes, int]]:
     yield from _in_block(traced.block, traced, 1)
 
 
-def _in_block(
-    block: Block, traced: TracedProgram, times: int
-) -> Iterator[tuple[Step, Axes, int]]:
+def _in_block(block: Block, traced: TracedProgram, times: int) -> Iterator[tuple[Step, Axes, int]]:
     for step in block.steps:
         for body in step.bodies:
             yield from _in_block(body, traced, times * step.times)
@@ -44,9 +42,7 @@ def _in_block(
             yield step, axes, times
 
 
-def exchanges_of(
-    step: Step, axes: Axes, traced: TracedProgram, times: int
-) -> Iterator[Collective]:
+def exchanges_of(step: Step, axes: Axes, traced: TracedProgram, times: int) -> Iterator[Collective]:
     """The exchanges of a step: one within each slice, and one between slices."""
     kind, given = KINDS[step.name], step.inputs[0]
     # The network, the number of devices or slices in a group, and the operand there, as a multiple
@@ -74,5 +70,5 @@ def exchanges_of(
             count=times,
             op_name=step.op_name,
             source=user_line(step.place.lines) or step.place.source,
-            asynchronous=True,
+            asynchronous=None,  # only a compiler decides it
         )

@@ -42,7 +42,7 @@ class Collective:
       count: the number of executions in one call of the program.
       op_name: the path of the jax operation.
       source: the 'file:line' of the Python code.
-      asynchronous: whether the program computes while it runs.
+      asynchronous: whether the program computes while it runs; None if nothing was compiled.
       instruction: its name in the program.
     """
 
@@ -55,7 +55,7 @@ class Collective:
     count: int
     op_name: str
     source: str
-    asynchronous: bool = False
+    asynchronous: bool | None = False
     instruction: str = ''
 
     @property

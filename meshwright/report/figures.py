@@ -262,17 +262,15 @@ def _computation(forecast: Forecast) -> Iterator[Figure]:
 
 
 def _sent(forecast: Forecast) -> Iterator[Figure]:
-    """A figure for each kind, axes and network, and their sum.
-
-    Only a compiler decides what is asynchronous, so forecasts by formula do not have its share.
-    """
+    """A figure for each kind, axes and network, and their sum."""
     exchanges, origin = sum_exchanges(forecast), _origin(forecast)
     for label, size in sent_by_label(forecast, exchanges).items():
         yield Figure(SENT, label, size or None, 'bytes', origin, is_addend=True)
     total = sum(sent.bytes for sent in exchanges)
     hidden = sum(c.total_bytes for c, _ in forecast.collectives if c.asynchronous)
-    share = hidden / total if total else None
-    yield Figure(SENT, 'asynchronous', share if origin == 'compiler' else None, 'share', origin)
+    is_decided = all(c.asynchronous is not None for c, _ in forecast.collectives)
+    share = hidden / total if total and is_decided else None
+    yield Figure(SENT, 'asynchronous', share, 'share', origin)
     is_known = exchanges or forecast.memory.temporaries is not None  # None without a program
     yield Figure(SENT, 'all', round(total) if is_known else None, 'bytes', origin)
 

@@ -17,6 +17,7 @@ from meshwright.report.figures import (
     verdict,
 )
 from meshwright.report.forecasts import Forecast, Replicated
+from meshwright.report.tried import tried_text
 from partitioning.amounts import bytes_str
 
 WIDTH = 100  # columns of a terminal
@@ -143,7 +144,8 @@ def _exchange(collective: Collective, cause: Cause | None) -> str:
     more = f' and {others} more' if others > 0 else ''
     if cause is not None:
         found = f'{text} of {cause.array}{more}, {source}: {cause.why}'
-        return f'{found}; {cause.change}' if cause.change else found
+        found = f'{found} (avoidable)' if cause.avoidable else found
+        return f'{found}; {cause.change} ({tried_text(cause)})' if cause.change else found
     operation = collective.op_name.rpartition('/')[2]
     operation = '' if operation == collective.kind else operation
     named = f'{text} of {collective.arrays[0]}{more}' if collective.arrays else text

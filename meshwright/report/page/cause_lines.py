@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from meshwright.causes import Cause
 from meshwright.report.page.markup import Html, join, tag
-
-_CONFIRMED = {
-    True: 'confirmed by compiling',
-    False: 'compiling with it did not help',
-    None: 'not tried',
-}
+from meshwright.report.tried import tried_text
 
 
 def cause_markup(cause: Cause | None, source: str, op_name: str) -> Html:
@@ -26,13 +21,15 @@ def cause_markup(cause: Cause | None, source: str, op_name: str) -> Html:
     axes = ', '.join('None' if name is None else name for name in cause.logical_axes)
     array = f'{cause.array} ({axes})' if axes else cause.array
     line, separator = cause.source or source, ' · '
-    tried = tag('span', _CONFIRMED[cause.confirmed], class_='tried')
+    tried = tag('span', tried_text(cause), class_='tried')
+    avoidable = tag('small', 'avoidable', class_='tried') if cause.avoidable else None
     change = tag('small', 'change: ', _code(cause.change), ' ', tried, class_='change')
     return join(
         [
             cause.why,
             tag('small', _code(line), separator if line and array else None, _code(array)),
             tag('small', 'rule ', _code(cause.rule)) if cause.rule else None,
+            avoidable,
             change if cause.change else None,
         ]
     )

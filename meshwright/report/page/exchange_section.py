@@ -103,9 +103,7 @@ def _row(forecast: Forecast, group: Sequence[_Exchange]) -> list[Cell]:
     shown = arrays if len(arrays) <= _LONGEST else f'{arrays[: _LONGEST - 1]}…'
     network = network_name(forecast, collective.network, collective.axes)
     within = f'{network}, {collective.group_size} each'
-    hidden = 'asynchronous' if collective.asynchronous else 'synchronous'
-    if forecast.back_end == 'none':
-        hidden = '-'  # only a compiler decides what overlaps
+    hidden = {True: 'asynchronous', False: 'synchronous', None: '-'}[collective.asynchronous]
     return [
         Cell(content=[tag('b', collective.kind), tag('small', shown, class_='code')]),
         Cell(content=[_axes(collective.axes), tag('small', within, class_='short')]),

@@ -1,0 +1,77 @@
+"""Operations, arrays and dimensions in words, as reasons name them.
+
+For `hidden @ params['down']` in line 32, whose result is summed over devices:
+
+    what_makes(value)   "the product with params/down at train.py:32"
+    name_dim(dim)       "'mlp'", or "dimension 0 of params/down" if it has no name
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.causes.cause import over, what_is
+from meshwright.causes.layouts import KnownLayouts, axes_of_row
+from meshwright.jaxpr.primitives import SCATTERS
+from meshwright.jaxpr.values import Dim, Value
+from partitioning.products.flops import PRODUCTS
+from partitioning.rules import from_tuple
+
+_LARGEST = {'reduce_max': 'the maximum', 'reduce_min': 'the minimum'}
+
+
+def what_makes(value: Value) -> str:
+    """The operation that makes a value, with the parameter that it uses and its line."""
+    name, line = value.primitive, value.line
+    at = f' at {line}' if line else ''
+    arguments = list(dict.fromkeys(o.argument for o in value.operands if o.argument))
+    used = f' with {arguments[0]}' if arguments else ''
+    backward = ', in the backward pass' if value.backward else ''
+    if name in PRODUCTS:
+        return f'the product{used or " of two activations"}{at}{backward}'
+    if name == 'gather':
+        return f'the lookup in {arguments[0] if arguments else "an array"}{at}{backward}'
+    if name in SCATTERS:
+        return f'the gradient of the lookup{at}'
+    if name.startswith('reduce_'):
+        return f'{_LARGEST.get(name, "the sum")}{at}{backward}'
+    return f'{name}{at}{backward}' if name else what_is(value)
+
+
+def in_words(value: Value) -> str:
+    """A value: 'params/w', 'the gradient of params/w', or 'the result of the product at ...'."""
+    if value.argument or value.gradient_of or value.update_of or not value.primitive:
+        return what_is(value)
+    return f'the result of {what_makes(value)}'
+
+
+def name_dim(dim: Dim | None) -> str:
+    """A dimension by its logical axis, or by its number in the argument that it comes from."""
+    if dim is None:
+        return 'a dimension'
+    if dim.name:
+        return repr(dim.name)
+    return f'dimension {dim.number} of {dim.argument}' if dim.argument else 'a dimension'
+
+
+def say_layout(dim: Dim | None, layouts: KnownLayouts) -> str:
+    """The layout of the argument that a dimension comes from, or ''."""
+    row = layouts.rows.get(dim.argument) if dim is not None else None
+    if row is None or not row.shape:
+        return ''
+    return f'{row.path} as {spec_text(axes_of_row(row))}'
+
+
+def spec_text(layout: Sequence[Sequence[str]]) -> str:
+    """A layout as one writes it: "PartitionSpec('data', None)"."""
+    return f'PartitionSpec({", ".join(repr(from_tuple(tuple(axes))) for axes in layout)})'
+
+
+def say_rows(layouts: KnownLayouts) -> str:
+    """Whether the batch is sharded."""
+    rows = [row for row in layouts.rows.values() if row.role == 'other' and row.shape]
+    axes = [axes_of_row(row)[0] for row in rows]
+    sharded = next((one for one in axes if one), ())
+    if not rows:
+        return ''
+    return f'the batch is sharded over {over(sharded)}' if sharded else 'the batch is not sharded'
