@@ -40,7 +40,7 @@ from partitioning.hardware import Chip
 from partitioning.plan.rows import PlanRow
 
 _STEPS = 9000  # the steps of all estimates together
-_FEWEST, _MOST = 8, 24  # estimates
+_FEWEST, _MOST = 8, 30  # estimates
 _SENT, _HELD = 0.98, 1.01  # the share of the bytes that a change may leave
 _JOINED = 1.25  # two changes are kept together if they save this many times more
 _REMOVED = 0.95  # the weight of leaving a constraint out: others may want it
@@ -190,7 +190,7 @@ def find_variants(
             *_of_causes(explanation),
         ]
         ranked.sort(key=lambda pair: -pair[0])
-        for _, candidate in ranked[: max(budget - len(tried) - _FEWEST // 2, 0)]:
+        for _, candidate in ranked[: max(budget - len(tried) - _FEWEST, 0)]:
             attempt(candidate)
         _refine(candidates, attempt, tried)
     found = sorted((v for v in tried.values() if v is not None), key=lambda v: -v.saved)
@@ -212,9 +212,7 @@ def _refine(
 ) -> None:
     """Tries other layouts at the line of the best constraint, and the two best changes together."""
     best = _best(tried.values())
-    if best is None:
-        return
-    for candidate in candidates.around(best.change):
+    for candidate in candidates.around(None if best is None else best.change):
         attempt(candidate)
     best = _best(tried.values())
     others = sorted((v for v in tried.values() if v is not None), key=lambda v: -v.saved)

@@ -180,15 +180,28 @@ class Candidates:
                 yield weight, Candidate(_constraint(value, implied, replaces=True))
             yield 0.9 * weight, Candidate(ConstraintRemoval(source=value.line))
 
-    def around(self, change: Change) -> Iterator[Candidate]:
-        """Other layouts at the line of a constraint that is better left out or replaced."""
-        source = getattr(change, 'source', '')
-        for _, value in self._constraints():
-            if value.line != source or value.layout is None:
-                continue
-            for layout in _rearranged(value.layout):
-                if self._fits(layout, value.shape):
-                    yield Candidate(_constraint(value, layout, replaces=True))
+    def around(self, change: Change | None) -> Iterator[Candidate]:
+        """Other layouts at the line of a constraint that is better left out or replaced.
+
+        Args:
+          change: a change at this line; None for the line with the most bytes around it.
+        """
+        sites = [value for _, value in self._constraints()]
+        if change is not None:
+            source = getattr(change, 'source', '')
+            sites = [value for value in sites if value.line == source]
+        for value in sites[: None if change is not None else 1]:
+            layout = value.layout or ()
+            for other in (*_rearranged(layout), *self._filled(layout)):
+                if self._fits(other, value.shape):
+                    yield Candidate(_constraint(value, other, replaces=True))
+
+    def _filled(self, layout: Layout) -> Iterator[Layout]:
+        """Layouts that also use mesh axes which a layout does not use."""
+        for axis in self._possible.layouts.unused_axes(layout):
+            for number in range(len(layout)):
+                if not layout[number]:
+                    yield tuple((axis,) if n == number else a for n, a in enumerate(layout))
 
     def _constraints(self) -> list[tuple[float, Value]]:
         sites: dict[tuple[str, tuple[int, ...]], tuple[float, Value]] = {}
@@ -248,7 +261,7 @@ class Candidates:
         for rows in groups.values():
             weight = sum(self._parameters.get(row.path, 0.0) for row in rows)
             now = axes_of_row(rows[0])
-            if not weight or not any(now):
+            if not weight or not any(now) or self._is_looked_up(rows[0]):
                 continue
             uses = list(self._possible.like_its_uses(rows[0]))
             others = dict.fromkeys([*(u.layout for u in uses), *self._moved(rows[0])])
@@ -264,6 +277,14 @@ class Candidates:
         for layout in _rearranged(now):
             if sorted(layout) == sorted(now) and (not stacked or layout[0] == now[0]):
                 yield layout
+
+    def _is_looked_up(self, row: PlanRow) -> bool:
+        """Whether the rows of a table are looked up, and are sharded over an axis of tensors."""
+        for value in self._traced.values:
+            if value.primitive == 'gather' and value.operands[0].argument == row.path:
+                dims = [d for d in value.contracted if d is not None and d.argument == row.path]
+                return any({*d.axes} - {*self.rows_axes} for d in dims)
+        return False
 
     def _is_scanned(self, row: PlanRow) -> bool:
         value = next((v for v in self._traced.arguments if v.argument == row.path), None)
