@@ -33,7 +33,7 @@ from meshwright.causes.evidence import Evidence
 from meshwright.causes.explaining import Explanation
 from meshwright.jax_private import TracedCall
 from meshwright.jaxpr import TracedProgram
-from meshwright.jaxpr.values import Value
+from meshwright.jaxpr.values import Axes, Value
 from meshwright.program.collectives import Collective
 from meshwright.program.costs import ProgramCosts
 from partitioning.hardware import Chip
@@ -138,11 +138,13 @@ class Advised:
       base: the function as it is, by formula.
       variants: the changes that help, the best first.
       subject: the function.
+      rows_axes: the mesh axes over which the rows of the batch are sharded, or should be.
     """
 
     base: Estimate
     variants: tuple[Variant, ...]
     subject: Subject
+    rows_axes: Axes
 
 
 def find_variants(
@@ -194,7 +196,9 @@ def find_variants(
             attempt(candidate)
         _refine(candidates, attempt, tried)
     found = sorted((v for v in tried.values() if v is not None), key=lambda v: -v.saved)
-    return Advised(base=base, variants=tuple(found), subject=subject)
+    return Advised(
+        base=base, variants=tuple(found), subject=subject, rows_axes=candidates.rows_axes
+    )
 
 
 def _of_causes(explanation: Explanation) -> Iterator[tuple[float, Candidate]]:
@@ -263,14 +267,13 @@ def _estimate(
 
 
 def advise(
-    explanation: Explanation, advised: Advised, *, compiled: bool = False
+    explanation: Explanation, advised: Advised
 ) -> tuple[tuple[Collective, Cause | None], ...]:
     """The exchanges, each with the change that removes it, if there is one.
 
     Args:
       explanation: the causes of the exchanges.
       advised: the changes that help.
-      compiled: whether changes were compiled.
     """
     pairs = list(zip(explanation.collectives, explanation.evidence, strict=True))
     made = [(c, _without_changes(cause, advised)) for (c, cause), _ in pairs]
@@ -278,6 +281,8 @@ def advise(
     order = sorted(range(len(pairs)), key=lambda n: -pairs[n][0][0].total_bytes)
     for variant in advised.variants:
         left = [n for n in order if n not in taken]
+        if variant.compiled is None:
+            left = [n for n in left if not _is_needed(pairs[n][1], advised)]
         matched = [n for n in left if _is_gone(*pairs[n][0], pairs[n][1], variant)]
         if not matched and variant.compiled is None:
             # Formulas see another exchange than the compiler has made.
@@ -289,7 +294,8 @@ def advise(
             taken.add(n)
             c, cause = made[n]
             if cause is not None:
-                made[n] = c, _with_variant(cause, variant, advised)
+                needed = _is_needed(pairs[n][1], advised)
+                made[n] = c, _with_variant(cause, variant, advised, needed=needed)
     return tuple(made)
 
 
@@ -345,9 +351,8 @@ def compile_variants(
     """
     kept: list[Variant] = []
     for number, variant in enumerate(advised.variants):
-        if number >= most:
-            kept.append(variant)
-            continue
+        if number >= most:  # it does less than those that were compiled
+            break
         call = with_change(advised.subject, variant.change)
         after = None if call is None else measure(call)
         if after is not None and after.is_better(before):
@@ -388,7 +393,22 @@ def _without_changes(cause: Cause | None, advised: Advised) -> Cause | None:
     )
 
 
-def _with_variant(cause: Cause, variant: Variant, advised: Advised) -> Cause:
+def _is_needed(evidence: Evidence | None, advised: Advised) -> bool:
+    """Whether any program with these layouts sends it: gathers and sums over the rows' devices.
+
+    Parameters that are sharded over the axes of the batch are gathered for use, in one go or in
+    rings, and their gradients are summed over the rows.
+    """
+    value = evidence.value if evidence is not None else None
+    if evidence is None or value is None or not {*evidence.axes} <= {*advised.rows_axes}:
+        return False
+    row = advised.subject.by_path.get(value.argument)
+    gathered = row is not None and row.role == 'parameters'
+    summed = bool(value.gradient_of) and evidence.kind in ('all-reduce', 'reduce-scatter')
+    return summed or (gathered and evidence.kind in ('all-gather', 'collective-permute'))
+
+
+def _with_variant(cause: Cause, variant: Variant, advised: Advised, *, needed: bool) -> Cause:
     """A cause with a change that removes the exchange."""
     change, base = variant.change, advised.base
     effect = variant.compiled or Effect(
@@ -408,7 +428,7 @@ def _with_variant(cause: Cause, variant: Variant, advised: Advised) -> Cause:
         array=array,
         change=str(change),
         confirmed=True if variant.compiled is not None else None,
-        avoidable=variant.candidate.keeps_layout,
+        avoidable=variant.candidate.keeps_layout and not needed,
         effect=effect,
         all_changes=(change, *(c for c in cause.all_changes if c != change)),
     )

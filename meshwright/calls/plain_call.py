@@ -154,9 +154,7 @@ def list_held(
     paths = jax_paths(traced) if paths is None else paths
     roles = find_roles(traced.jaxpr, paths)
     found = zip(paths, traced.jaxpr.in_avals, traced.arguments, roles, strict=True)
-    return tuple(
-        hold(path, aval, sharding, mesh, role) for path, aval, sharding, role in found
-    )
+    return tuple(hold(path, aval, sharding, mesh, role) for path, aval, sharding, role in found)
 
 
 def hold(
