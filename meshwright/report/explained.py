@@ -12,6 +12,7 @@ from meshwright.report.figures import machine_name, source_name
 from meshwright.report.forecasts import Forecast
 from meshwright.report.page.html_tables import plain_table
 from meshwright.report.page.markup import Html, tag
+from meshwright.report.tried import tried_text
 from partitioning.amounts import bytes_str
 from partitioning.rules import describe_axes
 
@@ -34,6 +35,8 @@ class ExplainedRow:
       why: why it exists; '' if the cause is not known.
       change: what to write instead; '' if no change is known.
       confirmed: whether compiling with the change has shown that it helps; None if not tried.
+      tried: what is known of the change, in words: 'not tried; by formula, it saves ...'.
+      avoidable: whether the change removes it and leaves the parameters as they are.
     """
 
     what: Literal['exchange', 'buffer']
@@ -46,6 +49,8 @@ class ExplainedRow:
     why: str
     change: str
     confirmed: bool | None = None
+    tried: str = ''
+    avoidable: bool = False
 
     def __str__(self) -> str:
         over = f' over {", ".join(self.axes)}' if self.axes else ''
@@ -54,8 +59,8 @@ class ExplainedRow:
         named = f', {self.array}' if self.what == 'buffer' and self.array else named
         at = f', {self.line}' if self.line else ''
         why = f': {self.why}' if self.why else ''
-        tried = {True: ' (confirmed)', False: ' (did not help)', None: ''}[self.confirmed]
-        change = f'; {self.change}{tried}' if self.change else ''
+        why += ' (avoidable)' if self.avoidable else ''
+        change = f'; {self.change} ({self.tried})' if self.change else ''
         return f'{bytes_str(self.nbytes):>10}  {several}{self.kind}{over}{named}{at}{why}{change}'
 
 
@@ -129,6 +134,8 @@ def _row(
         why=cause.why if cause else '',
         change=cause.change if cause else '',
         confirmed=cause.confirmed if cause else None,
+        tried=tried_text(cause) if cause and cause.change else '',
+        avoidable=cause is not None and cause.avoidable,
     )
 
 
@@ -183,7 +190,7 @@ def explained_tables(explained: Explained) -> Html:
                 tag('code', row.array) if row.array else '',
                 tag('code', row.line) if row.line else '',
                 row.why,
-                tag('code', row.change) if row.change else '',
+                [tag('code', row.change), f' {row.tried}'] if row.change else '',
             ]
             for row in rows[:_LISTED]
         ]
