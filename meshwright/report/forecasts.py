@@ -186,6 +186,11 @@ class Forecast:
         known = '' if limit is None else f' of {bytes_str(limit)}'
         return f'<Forecast of {self.function} on {self.topology}: {bytes_str(peak)}{known}>'
 
+    def __str__(self) -> str:
+        # The terminal's table imports this type, and is needed by those who print it only.
+        drawing = importlib.import_module('meshwright.report.terminal')
+        return str(drawing.forecast_table([self]))
+
     def _repr_html_(self) -> str:
         # The page imports this type, and is needed in notebooks only.
         drawing = importlib.import_module('meshwright.report.page.notebook')
