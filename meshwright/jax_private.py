@@ -22,6 +22,7 @@ from jax._src import (
     array,
     core,
     dispatch,
+    distributed,
     dtypes,
     pjit,
     sharding_impls,
@@ -29,6 +30,7 @@ from jax._src import (
 )
 from jax._src.interpreters import mlir, pxla
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
+from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
 from jax._src.numpy import array_methods
 from jax._src.sharding import Sharding
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
@@ -53,6 +55,9 @@ def register_array_type(kind: Any) -> None:
       kind: a subclass of `jax.Array` with the attributes `aval`, `sharding` and `_committed`.
     """
     own = set(vars(kind))
+    # Other libraries ask for the name of the class, or for the package in it.
+    for name in ('__name__', '__qualname__', '__module__'):
+        setattr(kind, name, getattr(array.ArrayImpl, name))
     array_methods._set_array_base_attributes(kind, exclude=own)
     array_methods._set_array_attributes(kind)
     kind.__getitem__ = array.ArrayImpl.__getitem__
@@ -60,6 +65,11 @@ def register_array_type(kind: Any) -> None:
     dtypes.canonicalize_value_handlers[kind] = lambda x: x
     pxla.shard_arg_handlers[kind] = lambda xs, *rest: list(xs)
     mlir.register_constant_handler(kind, lambda x, aval: mlir.ir_constant(x._value))
+
+
+def has_attribute_of_arrays(name: str) -> bool:
+    """Whether the arrays of jax have an attribute, which may be private."""
+    return hasattr(array.ArrayImpl, name)
 
 
 def shaped(shape: Sequence[int], dtype: Any, sharding: Any = None) -> Any:
@@ -273,6 +283,24 @@ def result_shardings(compiled: Any) -> tuple[Any, ...]:
     return tuple(program_of(executable).output_shardings)
 
 
+def consumed_arguments(computation: Any) -> frozenset[int]:
+    """The positions of the arguments that a lowered function replaces by its results.
+
+    The constants of the function count as the first arguments. An argument that was donated in
+    vain, because no result has its size, is not among them: it can be used again.
+    """
+    main = ir.SymbolTable(computation._hlo.operation)['main']
+    kept = sorted(computation.compile_args['kept_var_idx'])
+    given: Any = main.attributes['arg_attrs']
+    attributes = list(given)[-len(kept) :] if kept else []
+    marks = ('tf.aliasing_output', 'jax.buffer_donor')
+    return frozenset(
+        position
+        for position, own in zip(kept, attributes, strict=True)
+        if any(mark in own for mark in marks)
+    )
+
+
 def on_call(before: Callable[[tuple[Any, ...], Any, Any], Any]) -> Replacement:
     """Enters a context around each call of a jitted function that jax has not compiled yet.
 
@@ -305,6 +333,22 @@ def on_place(place: Callable[[Any, Any, Any], Any]) -> Replacement:
         return original(x, aval, device, copy) if placed is None else placed
 
     return dispatch, '_device_put_sharding_impl', put
+
+
+def on_place_parts(place: Callable[[Any, Any], Any]) -> Replacement:
+    """Places arrays that come in parts, one for each device.
+
+    Args:
+      place: receives the type and the sharding of an array; returns it, or None if jax is to make
+        it.
+    """
+    original = pxla.batched_device_put
+
+    def put(aval: Any, sharding: Any, xs: Any, devices: Any, *args: Any, **kwargs: Any) -> Any:
+        placed = place(aval, sharding)
+        return original(aval, sharding, xs, devices, *args, **kwargs) if placed is None else placed
+
+    return pxla, 'batched_device_put', put
 
 
 def local_properties(
@@ -373,6 +417,11 @@ def device_questions() -> dict[str, Any]:
     names = ('devices', 'local_devices', 'device_count', 'local_device_count', 'default_backend')
     processes = ('process_index', 'process_count', 'process_indices')
     return {name: getattr(xla_bridge, name) for name in (*names, *processes)}
+
+
+def client_of_processes(client: Any) -> Replacement:
+    """The object through which processes wait for one another."""
+    return distributed.global_state, 'client', client
 
 
 def devices_of(computation: Any) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import sys
@@ -21,7 +22,7 @@ memory each step needs, what its devices exchange, from which line and why, and 
 
 A TOPOLOGY is a chip and its arrangement (v5e:16x16, v5p:4x4x4; hosts and GPUs per host, h100:2x8),
 or a cloud's name of it (v5p-128, v5litepod-16). 2xv5e:16x16 has two slices. Files that
-the script writes with Python go to a folder that is removed at the end.
+the script writes, also with Orbax or TensorFlow, go to a folder that is removed at the end.
 
 The exit status is 0 if all steps fit, 1 if one does not, and 2 if the script failed, or compiled
 nothing for the machine.
@@ -53,6 +54,8 @@ def check(arguments: Sequence[str], prog: str) -> tuple[argparse.Namespace, dict
     options = _parser(prog).parse_args(own)
     if options.steps < 1:
         raise ValueError(f'--steps={options.steps} must be at least 1')
+    if not 0 < options.wait < math.inf:
+        raise ValueError(f'--wait={options.wait:g} must be more than 0 seconds')
     return options, _read_command(command, prog)
 
 
@@ -66,7 +69,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=prog,
-        usage=f'{prog} TOPOLOGY [--steps=N] [--process=N] [--json] [--out=DIR] -- python ...',
+        usage=f'{prog} TOPOLOGY [--steps=N] [--process=N] ... -- python ...',
         description=_DESCRIPTION.format(prog=prog),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -77,7 +80,14 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         type=int,
         default=2,
         metavar='N',
-        help='end the run after this number of calls of the largest function (2)',
+        help='end the run after this number of calls of the largest training step (2)',
+    )
+    parser.add_argument(
+        '--wait',
+        type=float,
+        default=300,
+        metavar='SECONDS',
+        help='end the run if so long nothing new is compiled (300)',
     )
     parser.add_argument(
         '--process',
@@ -109,9 +119,11 @@ def _run(options: argparse.Namespace, script: dict[str, Any]) -> int:
     topology = describe_topology(name, num_slices=slices)
     machine = Machine(topology=topology, process=options.process)
     folder = Path(options.out).absolute() if options.out else None
-    run = run_script(machine, Script(**script), steps=options.steps)
+    run = run_script(machine, Script(**script), steps=options.steps, wait=options.wait)
     sys.stdout.flush()
-    if run.ending == 'error' and run.error is not None:
+    if run.ending == 'refused':
+        print(f'error: {run.message}', file=sys.stderr)
+    elif run.ending == 'error' and run.error is not None:
         _print_error(run.error)
     forecasts = [forecast_function(one) for one in find_steps(run.functions)]
     answers = [answer_of(forecast) for forecast in forecasts]
@@ -128,7 +140,7 @@ def _run(options: argparse.Namespace, script: dict[str, Any]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         write_page(forecasts, folder / 'forecast.html')
         (folder / 'forecast.json').write_text(figures + '\n')
-    if run.ending in ('error', 'exit') or not run.functions:
+    if run.ending in ('error', 'exit', 'refused') or not run.functions:
         return 2
     return exit_status(answers)
 

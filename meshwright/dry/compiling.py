@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -16,14 +17,17 @@ import jax
 from meshwright import jax_private
 from meshwright.dry.machine import Machine
 from meshwright.dry.stand_in import StandIn
+from meshwright.jaxpr.values import is_backward
 from meshwright.program.costs import read_memory
 from meshwright.time.kernels import count_device_flops, find_kernel_work
 from partitioning.hardware import JaxDevice
 from partitioning.hardware.compilers import OutOfMemoryError, own_compiler_errors
+from partitioning.products.flops import bodies_of
 
-# A call with larger results or more FLOPs does not run on this machine, even if the script does not
-# say where it is to run.
+# A call with larger results, with more FLOPs or with a backward pass does not run on this machine,
+# even if the script does not say where it is to run.
 HOST_BYTES, HOST_FLOPS = 64 * 2**20, 10**7
+_RETURNED = 1 / 3  # of the bytes of its arguments, by a function that updates a state
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -35,6 +39,7 @@ class CompiledFunction:
       executable: the compiled program; None if the memory of a device does not suffice.
       out_of_memory: how much memory it needs, if the compiler says that a device has less.
       devices: the devices that it was compiled for.
+      consumed: the positions of the arguments that its results replace.
       seconds: the time of compiling.
       calls: how often it was called.
     """
@@ -43,6 +48,7 @@ class CompiledFunction:
     executable: Any
     out_of_memory: OutOfMemoryError | None
     devices: tuple[JaxDevice, ...]
+    consumed: frozenset[int]
     seconds: float
     calls: int = 0
 
@@ -70,12 +76,42 @@ class CompiledFunction:
         jaxpr = self.call.jaxpr
         return count_device_flops(jaxpr, 1, find_kernel_work(jaxpr))[0]
 
+    @functools.cached_property
+    def trains(self) -> bool:
+        """Whether it has a backward pass, or returns a large part of what it takes.
+
+        A training step does; an evaluation or a step of an environment does not.
+        """
+        jaxpr = self.call.jaxpr
+        if _has_backward_pass(jaxpr.jaxpr):
+            return True
+        taken = _count_kinds(jaxpr.in_avals)
+        returned = taken & _count_kinds(jaxpr.out_avals)
+        return _count_bytes(returned) > _RETURNED * _count_bytes(taken)
+
+
+def _count_kinds(avals: Any) -> collections.Counter[tuple[tuple[int, ...], Any]]:
+    return collections.Counter((tuple(x.shape), x.dtype) for x in avals if hasattr(x, 'dtype'))
+
+
+def _count_bytes(kinds: collections.Counter[tuple[tuple[int, ...], Any]]) -> int:
+    return sum(math.prod(shape) * dtype.itemsize * n for (shape, dtype), n in kinds.items())
+
+
+def _has_backward_pass(jaxpr: Any) -> bool:
+    return any(
+        is_backward(str(equation.source_info.name_stack))
+        or any(map(_has_backward_pass, bodies_of(equation)))
+        for equation in jaxpr.eqns
+    )
+
 
 class Compiling:
     """Compiles and imitates the functions of a script.
 
     Args:
       machine: the machine.
+      on_compile: makes the context in which a function is compiled.
       on_call: is told of each call of a function.
       on_no_memory: is told of a function that does not fit.
 
@@ -86,11 +122,13 @@ class Compiling:
     def __init__(
         self,
         machine: Machine,
+        on_compile: Callable[[], contextlib.AbstractContextManager[None]],
         on_call: Callable[[CompiledFunction], None],
         on_no_memory: Callable[[CompiledFunction], None],
     ):
         self.functions: list[CompiledFunction] = []
         self._machine = machine
+        self._on_compile = on_compile
         self._on_call = on_call
         self._on_no_memory = on_no_memory
         self._lowered: dict[Any, jax_private.TracedCall] = {}
@@ -113,7 +151,7 @@ class Compiling:
             return compile_now()
         started, executable, exceeded = time.perf_counter(), None, None
         try:
-            with own_compiler_errors(call.name, self._machine.mesh):
+            with self._on_compile(), own_compiler_errors(call.name, self._machine.mesh):
                 executable = compile_now()
         except OutOfMemoryError as error:
             exceeded = error
@@ -122,6 +160,7 @@ class Compiling:
             executable=executable,
             out_of_memory=exceeded,
             devices=devices,
+            consumed=jax_private.consumed_arguments(computation),
             seconds=time.perf_counter() - started,
         )
         self.functions.append(found)
@@ -137,14 +176,16 @@ class Compiling:
 
     def _run(self, program: jax_private.RunnableProgram, *args: Any) -> list[Any]:
         """Returns the results of a program as stand-ins, and deletes what it was donated."""
+        numbers = [jax_private.numbers_of(x) for x in args]
+        for x in numbers:
+            if isinstance(x, StandIn):
+                x.check_not_deleted()
         found = self._by_program.get(id(program.unloaded))
         if found is not None:
             found.calls += 1
-            donated = found.call.donated
-            arguments = args[len(args) - len(donated) :]  # the constants come first
-            for x, is_donated in zip(arguments, donated, strict=True):
-                if is_donated and isinstance(numbers := jax_private.numbers_of(x), StandIn):
-                    numbers.delete()
+            for i in found.consumed:
+                if isinstance(x := numbers[i], StandIn):
+                    x.delete()
             self._on_call(found)
 
         def make(aval: Any, sharding: Any) -> StandIn:
@@ -164,8 +205,8 @@ class Compiling:
     def _is_small(self, jaxpr: Any) -> bool:
         """Whether a call is computed on this machine, if nothing says where it is to run."""
         if jaxpr not in self._small:
-            avals = [aval for aval in jaxpr.out_avals if hasattr(aval, 'dtype')]
-            nbytes = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+            nbytes = _count_bytes(_count_kinds(jaxpr.out_avals))
             flops = count_device_flops(jaxpr, 1, find_kernel_work(jaxpr))[0]
-            self._small[jaxpr] = nbytes <= HOST_BYTES and flops <= HOST_FLOPS
+            trains = flops and _has_backward_pass(jaxpr.jaxpr)
+            self._small[jaxpr] = nbytes <= HOST_BYTES and flops <= HOST_FLOPS and not trains
         return self._small[jaxpr]

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from meshwright import jax_private
 from meshwright.dry.machine import Machine
+from meshwright.dry.processes import Processes
 from meshwright.dry.stand_in import StandIn
 
+# What measures a run or writes about it.
+_PROFILES = (
+    'start_trace',
+    'stop_trace',
+    'start_server',
+    'stop_server',
+    'device_memory_profile',
+    'save_device_memory_profile',
+)
 _KNOWN_BYTES = 2**20  # larger arrays of the host are not kept
 # Settings of jax that choose devices, or files to write.
 _OWN_SETTINGS = (
@@ -38,6 +49,9 @@ class Imitation:
         for original, answer in self._functions():
             replaced += jax_private.replace_everywhere(original, answer)
         replaced.append(jax_private.on_place(self._place))
+        replaced.append(jax_private.on_place_parts(self._place_parts))
+        if machine.process_count > 1:
+            replaced.append(jax_private.client_of_processes(Processes()))
         replaced += jax_private.local_properties(
             lambda x: (
                 machine.has(x.devices.flat[0])
@@ -114,8 +128,17 @@ class Imitation:
                 lambda tree, is_source=None: jax.tree.map(np.asarray, tree),
             ),
             (multihost_utils.process_allgather, self._allgather),
+            (multihost_utils.reached_preemption_sync_point, lambda step: False),
+            (multihost_utils.global_array_to_host_local_array, self._local_part),
         ]
-        return functions
+        return functions + [(getattr(jax.profiler, name), self._noted(name)) for name in _PROFILES]
+
+    def _noted(self, name: str) -> Any:
+        def profile(*args: Any, **kwargs: Any) -> bytes:
+            self._note(f'jax.profiler.{name}')
+            return b''
+
+        return profile
 
     # Placement.
 
@@ -146,6 +169,27 @@ class Imitation:
         else:
             value = numbers
         return self._make(aval, sharding, value)
+
+    def _place_parts(self, aval: Any, sharding: Any) -> Any:
+        if not self._machine.holds(sharding):
+            return None
+        return self._make(jax_private.shaped(aval.shape, aval.dtype, sharding), sharding)
+
+    def _local_part(self, arrays: Any, mesh: Any, specs: Any) -> Any:
+        """The part of each array that the process has, as an array of its own devices."""
+
+        def part(spec: Any, x: Any) -> Any:
+            if x.is_fully_addressable:
+                return x
+            local = NamedSharding(mesh.local_mesh, spec)
+            shard = NamedSharding(mesh, spec).shard_shape(x.shape)
+            divided = zip(shard, x.shape, local.shard_shape(x.shape), strict=True)
+            shape = [n * (whole // of_process) for n, whole, of_process in divided]
+            return self._make(jax_private.shaped(shape, x.dtype, local), local)
+
+        return jax.tree.map(
+            lambda spec, below: jax.tree.map(functools.partial(part, spec), below), specs, arrays
+        )
 
     def _from_callback(self, original: Any) -> Any:
         def make(shape: Any, sharding: Any, data_callback: Any, dtype: Any = None) -> Any:

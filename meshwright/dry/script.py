@@ -9,23 +9,24 @@ import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
 
 import jax
 
 from meshwright import jax_private
 from meshwright.dry.compiling import CompiledFunction, Compiling
+from meshwright.dry.ending import Ending, EndOfRun, Ends
 from meshwright.dry.imitating import Imitation
+from meshwright.dry.libraries import library_hooks
+from meshwright.dry.lines import find_refusal, line_of_script
 from meshwright.dry.machine import Machine
+from meshwright.dry.replacing import Replaced
 from meshwright.dry.stand_in import StandIn
 from meshwright.dry.stores import Stores
-from meshwright.user_lines import user_line
+from meshwright.dry.subprocesses import watch_programs
 
-# 'steps': the largest function was called often enough. 'script': the script came to its end.
-# 'memory': a function does not fit, so that the layout of its results is not known.
-Ending = Literal['steps', 'script', 'exit', 'memory', 'error']
+WAIT_SECONDS = 300.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,98 +67,100 @@ class DryRun:
       functions: the functions that it compiled for the machine, in this order.
       ending: why it ended.
       ended_at: the function whose call ended it, if one did.
+      message: the line that waited, or the call that cannot be imitated.
       error: the error that ended it.
       imitated: what it asked jax for that was imitated, and how often.
       reads: the lines that read values of arrays, and how often; they read zeros.
+      programs: other programs that it started, and how often; they ran on this machine.
       refused: the files that it would have written or removed.
     """
 
     functions: tuple[CompiledFunction, ...]
     ending: Ending
     ended_at: CompiledFunction | None
+    message: str
     error: BaseException | None
     imitated: dict[str, int]
     reads: dict[str, int]
+    programs: dict[str, int]
     refused: tuple[str, ...]
 
 
-class _EndOfRun(BaseException):
-    """Ends a script from inside; it is no Exception, so that scripts do not catch it."""
-
-    def __init__(self, ending: Ending, at: CompiledFunction):
-        super().__init__(ending)
-        self.ending = ending
-        self.at = at
-
-
-def run_script(machine: Machine, script: Script, *, steps: int = 2) -> DryRun:
+def run_script(
+    machine: Machine, script: Script, *, steps: int = 2, wait: float = WAIT_SECONDS
+) -> DryRun:
     """Runs a script as if a machine were there.
 
     Args:
       machine: the machine, and which of its processes the script is.
       script: the script.
-      steps: after how many calls of the largest function the run ends. It is the function with the
-        most FLOPs of those that were called.
+      steps: after how many calls of the largest training step the run ends. It is the function with
+        the most FLOPs of those that were called and that train.
+      wait: the run also ends after so many seconds in which nothing was compiled.
 
     Raises:
       FileNotFoundError: if there is no such script.
     """
     script.check()
-    imitated: collections.Counter[str] = collections.Counter()
-    reads: collections.Counter[str] = collections.Counter()
-
-    def on_call(found: CompiledFunction) -> None:
-        called = [one for one in compiling.functions if one.calls and one.flops]
-        if not found.flops or found.flops < max(one.flops for one in called):
-            return
-        if sum(one.calls for one in called if one.source == found.source) >= steps:
-            raise _EndOfRun('steps', found)
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
 
     def on_no_memory(found: CompiledFunction) -> None:
-        raise _EndOfRun('memory', found)
+        ends.end(EndOfRun('memory', found))
 
-    compiling = Compiling(machine, on_call, on_no_memory)
-    imitation = Imitation(machine, lambda what: imitated.update([what]))
+    ends = Ends(steps, wait)
+    compiling = Compiling(
+        machine,
+        ends.compiling,
+        lambda found: ends.on_call(found, compiling.functions),
+        on_no_memory,
+    )
+    imitation = Imitation(machine, lambda what: counts['imitated'].update([what]))
     jax_private.register_array_type(StandIn)
-    ending: Ending = 'script'
-    ended_at: CompiledFunction | None = None
-    error: BaseException | None = None
     with tempfile.TemporaryDirectory(prefix='meshwright-dry-') as folder:
         stores = Stores(Path(folder))
         replacements = [
             *compiling.replacements(),
             *imitation.replacements(),
             *stores.replacements(),
+            (StandIn, 'on_read', lambda array: counts['reads'].update([line_of_script()])),
         ]
-        replacements.append((StandIn, 'on_read', lambda array: reads.update([_line_of_script()])))
         here = jax.devices('cpu')[0]
-        with _replaced(replacements), _environment(), jax.default_device(here):
-            try:
-                script.run()
-            except _EndOfRun as end:
-                ending, ended_at = end.ending, end.at
-            except SystemExit as end:
-                ending, error = ('exit', end) if end.code not in (None, 0) else ('script', None)
-            except BaseException as raised:
-                ending, error = 'error', raised
+        with (
+            _environment(),
+            watch_programs(lambda what: counts['programs'].update([what]), ends),
+            Replaced(replacements, library_hooks(stores)),
+            jax.default_device(here),
+            ends.waiting(),
+        ):
+            end, error = _run(script)
+        if not ends.in_script():
+            os._exit(0)  # a copy of the process, which the script made, has nothing to report
     return DryRun(
         functions=tuple(compiling.functions),
-        ending=ending,
-        ended_at=ended_at,
+        ending=end.ending,
+        ended_at=end.at,
+        message=end.message,
         error=error,
-        imitated=dict(imitated),
-        reads=dict(reads),
+        imitated=dict(counts['imitated']),
+        reads=dict(counts['reads']),
+        programs=dict(counts['programs']),
         refused=tuple(stores.refused),
     )
 
 
-def _line_of_script() -> str:
-    """The line of the script that is running."""
-    frame, stack = sys._getframe(1), []
-    while frame is not None:
-        stack.append(f'{frame.f_code.co_filename}:{frame.f_lineno}')
-        frame = frame.f_back  # type: ignore[assignment]
-    return user_line(stack)
+def _run(script: Script) -> tuple[EndOfRun, BaseException | None]:
+    """Runs a script; returns why it ended, and its error."""
+    try:
+        script.run()
+    except EndOfRun as end:
+        return end, None
+    except SystemExit as end:
+        failed = end.code not in (None, 0)
+        return EndOfRun('exit' if failed else 'script'), end if failed else None
+    except BaseException as error:
+        refusal = find_refusal(error)
+        return EndOfRun('refused' if refusal else 'error', message=refusal or ''), error
+    return EndOfRun('script'), None
 
 
 @contextlib.contextmanager
@@ -176,17 +179,3 @@ def _environment() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _replaced(replacements: Sequence[jax_private.Replacement]) -> Iterator[None]:
-    """Puts objects in the place of others, and puts those back at the end."""
-    originals: list[tuple[Any, str, Any]] = []
-    try:
-        for owner, name, value in replacements:
-            originals.append((owner, name, vars(owner).get(name, getattr(owner, name, None))))
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in reversed(originals):
-            setattr(owner, name, value)

@@ -115,16 +115,18 @@ class StandIn(jax.Array):
     def is_deleted(self) -> bool:
         return self._deleted
 
-    def _check_if_deleted(self) -> None:
+    def check_not_deleted(self) -> None:
         if self._deleted:
             raise RuntimeError(f'Array has been deleted with shape={self.aval.str_short()}.')
 
+    _check_if_deleted = check_not_deleted  # the name by which jax asks
+
     def block_until_ready(self) -> StandIn:
-        self._check_if_deleted()
+        self.check_not_deleted()
         return self
 
     def copy_to_host_async(self) -> None:
-        self._check_if_deleted()
+        self.check_not_deleted()
 
     # Its parts.
 
@@ -142,7 +144,7 @@ class StandIn(jax.Array):
 
     @property
     def global_shards(self) -> list[Any]:
-        self._check_if_deleted()
+        self.check_not_deleted()
         return [
             jax.Shard(
                 device,
@@ -161,7 +163,7 @@ class StandIn(jax.Array):
 
     @property
     def _value(self) -> np.ndarray:
-        self._check_if_deleted()
+        self.check_not_deleted()
         if self.known is not None:
             return self.known
         if not (self.is_fully_addressable or self.is_fully_replicated):

@@ -26,11 +26,12 @@ class Stores:
     """The files that a script would have written.
 
     Attributes:
+      folder: where they are, with a separator at the end.
       refused: their paths and those that it would have removed, each once, in this order.
     """
 
     def __init__(self, folder: Path):
-        self._folder = os.path.realpath(folder) + os.sep
+        self.folder = os.path.realpath(folder) + os.sep
         self._home = os.getcwd() + os.sep
         temporary = os.path.realpath(tempfile.gettempdir())
         self._free = tuple(path + os.sep for path in (temporary, *_FOR_ALL))
@@ -60,14 +61,37 @@ class Stores:
         """The absolute path of what must not be changed; None for what may be."""
         if path is None or isinstance(path, int):  # an open file
             return None
-        absolute = os.path.abspath(os.fsdecode(os.fspath(path)))
-        if absolute.startswith(self._folder):
+        given = os.fsdecode(os.fspath(path))
+        if '://' in given:  # a store, which only some libraries know
+            return given.rstrip('/')
+        absolute = os.path.abspath(given)
+        if absolute.startswith(self.folder):
             return None
         is_free = absolute.startswith(self._free) and not absolute.startswith(self._home)
         return None if is_free else absolute
 
     def _shadow(self, absolute: str) -> str:
-        return self._folder + absolute.lstrip(os.sep)
+        return self.folder + absolute.replace('://', os.sep).lstrip(os.sep)
+
+    def has(self, path: Any) -> bool:
+        """Whether the script wrote something to a path, or below it."""
+        absolute = self._guarded(path)
+        return absolute is not None and os.path.lexists(self._shadow(absolute))
+
+    def shadow(self, path: Any) -> Any:
+        """Where the script finds what it writes to a path; the path itself if it is not guarded."""
+        absolute = self._guarded(path)
+        return path if absolute is None else self._shadow(absolute)
+
+    def removed(self, path: Any) -> bool:
+        """Whether a removal of a path is already done, because it is a path of the user's."""
+        absolute = self._guarded(path)
+        if absolute is None or self.has(path):
+            return False
+        exists = '://' in absolute or os.path.lexists(absolute)
+        if exists:
+            self.refused[absolute] = None  # it stays, and the script sees that it is gone
+        return exists
 
     def written(self, path: Any) -> Any:
         """The path to write in place of another one."""
@@ -87,7 +111,7 @@ class Stores:
         if absolute is None:
             return path
         shadow = self._shadow(absolute)
-        return shadow if absolute in self.refused or os.path.isdir(shadow) else path
+        return shadow if absolute in self.refused or os.path.lexists(shadow) else path
 
     # Functions of the standard library.
 
@@ -122,13 +146,7 @@ class Stores:
     def _remove(self, original: Any) -> Any:
         @functools.wraps(original)
         def remove(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if (absolute := self._guarded(path)) is None:
-                return original(path, *args, **kwargs)
-            shadow = self._shadow(absolute)
-            if not os.path.lexists(shadow) and os.path.lexists(absolute):
-                self.refused[absolute] = None  # it stays, and the script sees that it is gone
-                return None
-            return original(shadow, *args, **kwargs)
+            return None if self.removed(path) else original(self.shadow(path), *args, **kwargs)
 
         return remove
 

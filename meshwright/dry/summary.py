@@ -16,7 +16,9 @@ from partitioning.rules import spec_str
 
 _LISTED = 5
 _ENDINGS = {
-    'steps': 'the run ended after {calls} of {name}, its largest function',
+    'steps': 'the run ended after {calls} of {name}, its largest {kind}',
+    'waited': 'the run ended at {message}: nothing new was compiled for long (--wait=SECONDS)',
+    'refused': 'the run ended at a call that cannot be imitated',
     'script': 'the script came to its end',
     'exit': 'the script ended with exit status {status}',
     'memory': 'the run ended at {name}: it needs more memory than a device has',
@@ -32,7 +34,8 @@ def summarize(run: DryRun) -> str:
         list(_compiled_again(run.functions)),
         list(_list('read as zeros, because nothing was computed', run.reads)),
         list(_list('imitated', run.imitated)),
-        list(_list('not written', dict.fromkeys(run.refused, 1))),
+        list(_list('started, and run on this machine as it is', run.programs)),
+        list(_list('not written', _by_folder(run.refused), 'files')),
     ]
     return '\n\n'.join('\n'.join(lines) for lines in sections if lines)
 
@@ -43,7 +46,9 @@ def _ending(run: DryRun) -> str:
     text = _ENDINGS[run.ending].format(
         calls='1 call' if calls == 1 else f'{calls} calls',
         name=at.name if at else '',
+        kind='training step' if at and at.trains else 'function',
         status=getattr(run.error, 'code', ''),
+        message=short_source(run.message),
     )
     return text if run.functions else f'{text}; it compiled nothing for the machine'
 
@@ -116,13 +121,22 @@ def _spec_str(sharding: Any, rank: int) -> str:
     return 'on one device' if sharding is not None else 'not laid out'
 
 
-def _list(title: str, counts: Mapping[str, int]) -> Iterator[str]:
+def _by_folder(paths: Sequence[str]) -> dict[str, int]:
+    """Paths without those that are in folders of the same list, and how many they stand for."""
+    found: dict[str, int] = {}
+    for path in sorted(paths):
+        above = next((folder for folder in found if path.startswith(f'{folder}/')), path)
+        found[above] = found.get(above, 0) + 1
+    return found
+
+
+def _list(title: str, counts: Mapping[str, int], unit: str = 'times') -> Iterator[str]:
     """The first of some things, each with how often it happened."""
     if not counts:
         return
     yield f'{title}:'
     for what, count in list(counts.items())[:_LISTED]:
-        times = f' ({count:,} times)' if count > 1 else ''
+        times = f' ({count:,} {unit})' if count > 1 else ''
         yield f'  {short_source(what)}{times}'
     if len(counts) > _LISTED:
         yield f'  and {len(counts) - _LISTED} more'

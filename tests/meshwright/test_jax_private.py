@@ -206,3 +206,33 @@ def test_the_axes_of_a_shard_map(axes):
     jaxpr = jax.make_jaxpr(jax.jit(parts))(jnp.ones(8)).eqns[0].params['jaxpr']
     (params,) = (e.params for e in jaxpr.eqns if e.primitive.name == 'shard_map')
     assert manual_axes(params) == axes
+
+
+@pytest.mark.filterwarnings('ignore:Some donated buffers')
+def test_arguments_that_results_replace(monkeypatch):
+    """Not those that are donated in vain, because no result is as large."""
+    seen = []
+    replaced(monkeypatch, jax_private.on_lower(lambda computation, call: seen.append(computation)))
+    step = jax.jit(lambda unused, w, x: (w + 1, x.sum()), donate_argnums=(0, 1, 2))
+    step.lower(jnp.ones(2), jnp.ones((8, 2)), jnp.ones(3))
+    assert jax_private.consumed_arguments(seen[-1]) == {1}
+
+
+def test_arrays_that_come_in_parts_are_placed_in_another_way(monkeypatch):
+    placed, sharding = [], sharded()
+    part = jax_private.on_place_parts(lambda aval, given: placed.append((aval.shape, given)))
+    replaced(monkeypatch, part)
+    x = jax.make_array_from_callback((8,), sharding, lambda index: np.ones(1))
+    assert placed == [((8,), sharding)] and x.sum() == 8
+
+
+def test_arrays_have_private_attributes():
+    assert jax_private.has_attribute_of_arrays('_npy_value')
+    assert not jax_private.has_attribute_of_arrays('no_such_name')
+
+
+def test_processes_talk_through_a_client(monkeypatch):
+    from jax._src import distributed
+
+    owner, name, value = jax_private.client_of_processes('client')
+    assert owner is distributed.global_state and hasattr(owner, name) and value == 'client'

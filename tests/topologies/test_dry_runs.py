@@ -91,7 +91,7 @@ def test_the_script_is_one_of_many_processes(run_dry):
     assert '4 of 64 shards are here' in out
     assert 'the run ended after 1 call of train_step' in out
     assert 'imitated:\n  jax.distributed.initialize\n' in out
-    assert 'not written:\n  runs\n  runs/log.jsonl\n' in out
+    assert 'not written:\n  runs (2 files)\n' in out
 
 
 def test_a_script_that_fails_shows_its_own_traceback(run_dry):

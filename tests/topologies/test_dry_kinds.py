@@ -1,0 +1,196 @@
+"""What scripts do beside calling a step: each kind is imitated, refused or held back."""
+
+from pathlib import Path
+
+import pytest
+from described_machines import needs_libtpu
+
+from meshwright.dry import command
+
+pytestmark = needs_libtpu
+
+START = """
+import jax, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+mesh = jax.make_mesh((jax.device_count(),), ('x',), axis_types=(AxisType.Auto,))
+rows = NamedSharding(mesh, P('x'))
+
+def put(): return jax.device_put(np.ones((64, 64), np.float32), rows)
+
+def loss(w, x): return ((x @ w) ** 2).sum()
+
+@jax.jit
+def step(w, x):
+    value, g = jax.value_and_grad(loss)(w, x)
+    return w - g, value
+
+w, x = put(), put()
+"""
+
+
+@pytest.fixture
+def run_dry(tmp_path, monkeypatch, capfd):
+    """Runs a script in an empty folder; returns the status and the texts, and what was written."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(script, *flags, topology='v5e:2x2'):
+        Path('script.py').write_text(START + script)
+        status = command.main([topology, *flags, '--', 'script.py'])
+        assert {path.name for path in tmp_path.iterdir()} <= {'script.py'}, 'nothing is written'
+        return status, *capfd.readouterr()
+
+    return run
+
+
+CHECKPOINTS = """
+import orbax.checkpoint as ocp, os
+path = os.path.abspath('saved')
+with ocp.StandardCheckpointer() as saver:
+    saver.save(path, {'w': w})
+    saver.wait_until_finished()
+    print(sorted(os.listdir(path))[0])
+    again = saver.restore(path, {'w': jax.ShapeDtypeStruct((64, 64), 'float32', sharding=rows)})
+print(again['w'].sharding == rows, again['w'].shape)
+step(again['w'], x)
+"""
+
+
+def test_checkpoints_are_restored_and_not_written(run_dry):
+    pytest.importorskip('orbax.checkpoint')
+    status, out, _ = run_dry(CHECKPOINTS)
+    assert status == 0 and out.startswith('_CHECKPOINT_METADATA\nTrue (64, 64)\n')
+    assert '\n  saved\n' in out.partition('not written:')[2]
+
+
+STORE = """
+from etils import epath
+folder = epath.Path('gs://no-such-bucket/runs')
+print(folder.exists())
+folder.mkdir(parents=True)
+(folder / 'log.txt').write_text('hello')
+print((folder / 'log.txt').read_text(), [str(path) for path in folder.iterdir()])
+step(w, x)
+"""
+
+
+def test_stores_are_not_written(run_dry):
+    pytest.importorskip('etils.epath')
+    status, out, _ = run_dry(STORE)
+    assert status == 0
+    assert out.startswith("False\nhello ['gs://no-such-bucket/runs/log.txt']\n")
+    assert 'gs://no-such-bucket/runs' in out.partition('not written:')[2]
+
+
+PROCESSES = """
+from jax.experimental import multihost_utils
+by_process = sorted(jax.devices(), key=lambda device: device.process_index)
+mesh = jax.sharding.Mesh(by_process, ('x',))
+with jax.profiler.trace('profile'):
+    local = np.ones((4, 64), np.float32)
+    whole = multihost_utils.host_local_array_to_global_array(local, mesh, P('x'))
+    own = multihost_utils.global_array_to_host_local_array(whole, mesh, P('x'))
+print(whole.shape, own.shape, multihost_utils.reached_preemption_sync_point(1))
+step(w, x)
+"""
+
+
+def test_processes_have_their_rows(run_dry):
+    status, out, _ = run_dry(PROCESSES, '--process=2', topology='v5e:4x4')
+    assert status == 0 and out.startswith('(16, 64) (4, 64) False\n')
+    assert '  jax.profiler.start_trace\n  jax.profiler.stop_trace\n' in out
+
+
+EVALUATES_FIRST = """
+big = jax.jit(lambda w, x: sum(x @ (w + i) for i in range(9)).mean())
+for i in range(4): big(w, x)
+for i in range(9): w, value = step(w, x)
+"""
+
+
+def test_a_large_evaluation_neither_ends_nor_delays_the_run(run_dry):
+    status, out, _ = run_dry(EVALUATES_FIRST)
+    assert status == 0 and 'the run ended after 2 calls of step, its largest training step' in out
+
+
+IN_A_THREAD = """
+import threading
+
+def train():
+    global w
+    while True: w, value = step(w, x)
+
+thread = threading.Thread(target=train, daemon=True)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
+def test_training_in_a_thread_ends_the_run(run_dry):
+    status, out, err = run_dry(IN_A_THREAD)
+    assert (status, err) == (0, '') and 'the run ended after 2 calls of step' in out
+
+
+FORKS = """
+import os, subprocess, sys
+child = os.fork()
+if child == 0:
+    for i in range(9): step(w, x)
+else:
+    print('child', os.waitpid(child, 0)[1])
+    subprocess.run([sys.executable, '-c', 'pass'])
+    step(w, x)
+"""
+
+
+@pytest.mark.filterwarnings('ignore:os.fork')
+@pytest.mark.filterwarnings('ignore:This process')
+def test_a_copy_of_the_script_reports_nothing(run_dry):
+    status, out, _ = run_dry('step(w, x)\n' + FORKS)
+    assert status == 0 and out.count('Dry run of') == 1 and out.startswith('child 0\n')
+    assert 'as it is:\n  script.py:' in out and ': python' in out
+
+
+@pytest.mark.parametrize(
+    ('script', 'status', 'message'),
+    [
+        ('import os; os.execv("/bin/true", ["true"])', 2, 'script.py:17: os.exec cannot be'),
+        ('w.unsafe_buffer_pointer()', 2, '`unsafe_buffer_pointer` cannot be imitated'),
+    ],
+)
+def test_one_line_names_the_call_that_cannot_be_imitated(run_dry, script, status, message):
+    found, out, err = run_dry(script)
+    assert found == status and 'the run ended at a call that cannot be imitated' in out
+    assert err.startswith('error: script.py:17: ') and err.count('\n') == 1 and message in err
+
+
+@pytest.mark.parametrize('before', ['', 'step(w, x)\n'])
+def test_an_endless_loader_ends_the_run(run_dry, before):
+    status, out, err = run_dry(f'{before}while True: np.ones(3)', '--wait=1')
+    line = 17 + bool(before)
+    assert f'the run ended at script.py:{line}: nothing new was compiled for long' in out
+    assert status == (0 if before else 2) and not err
+
+
+DONATED = """
+one = jax.device_put(w, jax.devices()[0])
+vain = jax.jit(lambda w: (w @ w).sum(), donate_argnums=0)
+vain(one)
+print(float(one[0, 0]))
+used = jax.jit(lambda w: w @ w, donate_argnums=0)
+used(w)
+print(w + 1)
+"""
+
+
+@pytest.mark.filterwarnings('ignore:Some donated buffers')
+def test_donated_arrays_are_gone_if_a_result_takes_their_place(run_dry):
+    status, out, err = run_dry(DONATED)
+    assert status == 2 and out.startswith('0.0\n')
+    assert '\nRuntimeError: Array has been deleted with shape=float32[64,64].\n' in err
+
+
+@pytest.mark.parametrize('wait', ['0', '-1', 'inf', 'nan'])
+def test_the_wait_is_a_time(run_dry, wait):
+    status, out, err = run_dry('', f'--wait={wait}')
+    assert (status, out) == (2, '') and err == f'error: --wait={wait} must be more than 0 seconds\n'
