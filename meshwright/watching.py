@@ -173,12 +173,8 @@ def _explain(
     call: TracedCall, values: dict[str, str], kept: Sequence[tuple[TracedCall, dict[str, str]]]
 ) -> str:
     """The difference to the compilation that is most like this one."""
-    found = [(list(list_differences(before, call)), held) for before, held in kept]
-    differences, held = min(found, key=lambda pair: len(pair[0]))
-    if not differences:
-        changed = [k for k in values if k in held and values[k] != held[k]]
-        differences = [f'the static {k} was {held[k]} and is {values[k]}' for k in changed]
     again = f'{call.name} was compiled again'
+    differences = min((_differences(*one, call, values) for one in kept), key=len)
     if not differences:
         return (
             f'{again}: its arguments have the same types and layouts, so a setting of jax, a mesh '
@@ -186,6 +182,15 @@ def _explain(
         )
     others = len(differences) - 1
     return f'{again}: {differences[0]}' + (f' (and {others} more)' if others else '')
+
+
+def _differences(
+    before: TracedCall, held: dict[str, str], after: TracedCall, values: dict[str, str]
+) -> list[str]:
+    """What differs between two compilations: arrays, or else what is not an array."""
+    found = list(list_differences(before, after))
+    changed = [k for k in values if k in held and values[k] != held[k]] if not found else []
+    return found or [f'the static {k} was {held[k]} and is {values[k]}' for k in changed]
 
 
 def _static_values(args: Any, kwargs: Any) -> dict[str, str]:

@@ -105,7 +105,7 @@ def _run(options: argparse.Namespace, script: dict[str, Any]) -> int:
     os.environ['JAX_PLATFORMS'] = 'cpu'
     os.environ.pop('JAX_COMPILATION_CACHE_DIR', None)
     from meshwright.dry.machine import Machine
-    from meshwright.dry.reporting import find_steps, forecast_function
+    from meshwright.dry.reporting import find_steps, findings_text, forecast_function
     from meshwright.dry.script import Script, run_script
     from meshwright.dry.summary import summarize
     from meshwright.report.answers import answer_of, answers_json, exit_status
@@ -133,6 +133,8 @@ def _run(options: argparse.Namespace, script: dict[str, Any]) -> int:
     else:
         print(f'\nDry run of {script["name"]} on {options.topology}\n')
         print(summarize(run))
+        if found := findings_text(find_steps(run.functions)):
+            print(f'\n{found}')
         if forecasts:
             width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
             print('\n' + forecast_table(forecasts[-1:], width=width))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,8 @@ from meshwright.calls.plain_call import list_held
 from meshwright.calls.target import target_of_mesh
 from meshwright.describing import describe_program
 from meshwright.dry.compiling import CompiledFunction
+from meshwright.findings.program_findings import lint_program
+from meshwright.jax_private import result_shardings
 from meshwright.report.forecasts import Forecast
 
 _SMALL = 0.01  # functions with a smaller share of the FLOPs of the largest are left out
@@ -42,6 +45,21 @@ def forecast_function(found: CompiledFunction) -> Forecast:
         out_of_memory=found.out_of_memory,
     )
     return describe_program(call.name, program, target, list_held(call, mesh))
+
+
+def findings_text(functions: Sequence[CompiledFunction]) -> str:
+    """The findings of functions that a script has compiled, each once; '' if there are none."""
+    found: dict[tuple[str, str, str], str] = {}
+    for one in functions:
+        mesh = _mesh_of(one)
+        results = None if one.executable is None else result_shardings(one.executable)
+        for finding in lint_program(one.call, mesh, list_held(one.call, mesh), results):
+            found.setdefault((one.name, finding.kind, finding.where), f'{one.name}: {finding}')
+    wrapped = (
+        textwrap.fill(line, 100, initial_indent='  ', subsequent_indent='      ')
+        for line in found.values()
+    )
+    return '\n'.join(['findings:', *wrapped]) if found else ''
 
 
 def _mesh_of(found: CompiledFunction) -> Mesh:

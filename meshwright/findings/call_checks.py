@@ -9,11 +9,12 @@ from typing import Any
 from jax.sharding import NamedSharding, Sharding
 
 from meshwright.findings.program_facts import ProgramFacts
+from meshwright.user_lines import is_library
 from partitioning.amounts import bytes_str
 from partitioning.plan.findings import Finding
 from partitioning.rules import sharding_axes, sharding_str
 
-_LEAST_UNDONATED = 2**16  # bytes of a device
+_LEAST_UNDONATED = 2**14  # bytes of a device
 
 
 def find_changed_layouts(facts: ProgramFacts) -> Iterator[Finding]:
@@ -78,13 +79,15 @@ def find_undonated(facts: ProgramFacts) -> Iterator[Finding]:
     if nbytes < _LEAST_UNDONATED:
         return
     names = list(dict.fromkeys(facts.argument(i) for i in kept))
+    how = f'donate_argnames={names!r} in jax.jit or nnx.jit'
+    if is_library(facts.line):  # of a wrapper
+        how = 'donate= in eqx.filter_jit'
     yield Finding(
         'warning',
         'not donated',
-        facts.line,
+        ', '.join(names) if is_library(facts.line) else facts.line,
         f'{facts.traced.name} returns a new {" and ".join(names)} and keeps the old, which is '
-        f'{bytes_str(nbytes)} more on each device; donate what the caller no longer needs: '
-        f'donate_argnames={names!r} in jax.jit',
+        f'{bytes_str(nbytes)} more on each device; donate what the caller no longer needs: {how}',
     )
 
 

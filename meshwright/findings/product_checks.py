@@ -6,7 +6,7 @@ import collections
 import math
 from collections.abc import Iterator, Sequence
 
-from meshwright.findings.program_facts import ProgramFacts, free_dimension
+from meshwright.findings.program_facts import ROW_AXES, ProgramFacts, free_dimension
 from meshwright.findings.wording import all_of, axes_str, line_of, type_str
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.values import Step, Value
@@ -58,7 +58,9 @@ def find_cut_products(facts: ProgramFacts) -> Iterator[Finding]:
 
 def _is_meant(facts: ProgramFacts, other: Value, axis: str) -> bool:
     """Whether the axis shards the batch, or is, or may be, an axis of the other operand."""
-    if axis in facts.row_axes or facts.sizes.get(axis, 1) == 1 or axis in other.manual:
+    if axis in facts.row_axes or axis in ROW_AXES or axis not in facts.sizes:
+        return True
+    if axis in other.manual:
         return True
     return any(facts.layouts.may_have(other, e, axis) for e in range(len(other.shape)))
 

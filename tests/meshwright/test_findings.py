@@ -1,0 +1,375 @@
+"""Findings of plain programs: one for each seeded fault, and none for well-written programs."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import meshwright as mw
+from tests.meshwright.plain_steps import line_of
+
+ROWS, LENGTH, WIDTH, HEADS, HIDDEN, VOCAB = 16, 16, 64, 8, 256, 512
+SHAPES = {
+    'table': (VOCAB, WIDTH),
+    'scale': (WIDTH,),
+    'query': (WIDTH, HEADS, WIDTH // HEADS),
+    'key': (WIDTH, HEADS, WIDTH // HEADS),
+    'value': (WIDTH, HEADS, WIDTH // HEADS),
+    'out': (HEADS, WIDTH // HEADS, WIDTH),
+    'up': (WIDTH, HIDDEN),
+    'down': (HIDDEN, WIDTH),
+    'head': (WIDTH, VOCAB),
+}
+FSDP = {name: P('fsdp') for name in SHAPES} | {'scale': P()}
+ROW_SPEC, HEADS_OVER = P('data'), P(None, 'model')
+TENSOR = {
+    'table': P('model'),
+    **dict.fromkeys(('query', 'key', 'value', 'up', 'head'), HEADS_OVER),
+    **dict.fromkeys(('out', 'down'), P('model')),
+}
+BOTH = {
+    'table': P('model', 'fsdp'),
+    **dict.fromkeys(('query', 'key', 'value', 'up', 'head'), P('fsdp', 'model')),
+    'out': P('model', None, 'fsdp'),
+    'down': P('model', 'fsdp'),
+}
+
+
+def mesh_of(**axes):
+    types = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types)
+
+
+def make_forward(constrain):
+    def forward(params, tokens):
+        x = constrain(params['table'].astype('bfloat16')[tokens], 'between')
+        h = constrain(x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1) * params['scale'], 'in')
+        q, k, v = (jnp.einsum('bsd,dhk->bshk', h, params[n]) for n in ('query', 'key', 'value'))
+        weights = jax.nn.softmax(jnp.einsum('bqhk,bshk->bhqs', q, k))
+        mixed = jnp.einsum('bhqs,bshk->bqhk', weights, v)
+        x = constrain(x + jnp.einsum('bshk,hkd->bsd', mixed, params['out']), 'between')
+        hidden = jax.nn.gelu(constrain(x, 'in') @ params['up'])
+        return constrain(x + hidden @ params['down'], 'between') @ params['head']
+
+    return forward
+
+
+def make_program(mesh, layout, batch=ROW_SPEC, between=None, within=None, **changes):
+    """A step of AdamW on a transformer layer, with its arguments.
+
+    Args:
+      layout: the spec of each parameter.
+      batch: the spec of the batch.
+      between, within: the constraints on activations between blocks, and at their begin.
+      changes: `moments`, specs of the optimizer's state; `labels`, the spec of the labels;
+        `donate=False`; `step`, the first value of a counter.
+    """
+    specs = {'between': between, 'in': within}
+    tx = optax.adamw(1e-3)
+
+    def constrain(x, place):
+        spec = specs[place]
+        if spec is None:
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    forward = make_forward(constrain)
+
+    def train_step(state, batch):
+        def loss(params):
+            logits = forward(params, batch['tokens'])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch['labels']).mean()
+
+        value, gradients = jax.value_and_grad(loss)(state['params'])
+        updates, opt = tx.update(gradients, state['opt'], state['params'])
+        params = optax.apply_updates(state['params'], updates)
+        return {'params': params, 'opt': opt, 'step': state['step'] + 1}, value
+
+    def struct(path, x):
+        name = getattr(path[-1], 'key', None)
+        own = changes.get('moments', layout) if path[0].key == 'opt' else layout
+        sharding = NamedSharding(mesh, own.get(name, P()))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    params = {k: jax.ShapeDtypeStruct(shape, 'float32') for k, shape in SHAPES.items()}
+    step = jax.ShapeDtypeStruct((), 'int32')
+    state = {'params': params, 'opt': jax.eval_shape(tx.init, params), 'step': step}
+    state = jax.tree_util.tree_map_with_path(struct, state)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    state['step'] = changes.get('step', state['step'])
+    rows = {'tokens': batch, 'labels': changes.get('labels', batch)}
+    rows = {
+        k: jax.ShapeDtypeStruct((ROWS, LENGTH), 'int32', sharding=NamedSharding(mesh, spec))
+        for k, spec in rows.items()
+    }
+    donated = 0 if changes.get('donate', True) else ()
+    jitted = jax.jit(train_step, donate_argnums=donated, out_shardings=(shardings, None))
+    return jitted, state, rows
+
+
+WELL_WRITTEN = {
+    'data': lambda: make_program(mesh_of(data=8), {}),
+    'fsdp': lambda: make_program(mesh_of(fsdp=8), FSDP, P('fsdp'), P('fsdp')),
+    'replicas of fsdp': lambda: make_program(mesh_of(data=2, fsdp=4), FSDP, P(('data', 'fsdp'))),
+    'zero': lambda: make_program(mesh_of(data=8), {}, moments={k: P('data') for k in SHAPES}),
+    'tensor': lambda: make_program(mesh_of(data=2, model=4), TENSOR, between=P('data')),
+    'tensor only': lambda: make_program(mesh_of(model=4), TENSOR, P()),
+    'fsdp and tensor': lambda: make_program(mesh_of(fsdp=2, model=4), BOTH, P('fsdp')),
+    'sequence of tensor': lambda: make_program(
+        mesh_of(data=2, model=4), TENSOR, between=P('data', 'model'), within=P('data')
+    ),
+    'sequence': lambda: make_program(mesh_of(data=2, seq=4), {}, P('data', 'seq')),
+}
+
+
+@pytest.mark.parametrize('name', WELL_WRITTEN)
+def test_a_well_written_program_has_no_findings(name):
+    assert str(mw.lint(*WELL_WRITTEN[name](), compile=name in ('fsdp', 'tensor'))) == 'no findings'
+
+
+def test_experts_have_no_findings():
+    mesh = mesh_of(data=2, expert=4)
+    parts = NamedSharding(mesh, P('expert', 'data'))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train_step(params, tokens):
+        def loss(params):
+            x = params['table'][tokens]
+            gates = jax.nn.softmax(x @ params['router'])
+            sent = jnp.einsum('bse,bsd->ebsd', gates, x)
+            sent = jax.lax.with_sharding_constraint(sent, parts)
+            hidden = jax.nn.gelu(jnp.einsum('ebsd,edf->ebsf', sent, params['up']))
+            y = jnp.einsum('ebsf,efd,bse->bsd', hidden, params['down'], gates)
+            return ((x + y @ params['dense']) @ params['table'].T).mean()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    shapes = {
+        'table': (256, 64),
+        'dense': (64, 64),
+        'router': (64, 8),
+        'up': (8, 64, 256),
+        'down': (8, 256, 64),
+    }
+    params = {
+        k: jax.ShapeDtypeStruct(
+            shape, 'float32', sharding=NamedSharding(mesh, P('expert' if len(shape) == 3 else None))
+        )
+        for k, shape in shapes.items()
+    }
+    rows = NamedSharding(mesh, P(('data', 'expert')))
+    tokens = jax.ShapeDtypeStruct((16, 16), 'int32', sharding=rows)
+    assert not mw.lint(train_step, params, tokens, compile=False)
+
+
+KEY_CUT = dict.fromkeys(('query', 'key', 'value'), P('model'))
+FAULTS = {
+    'rows whole along an axis': (
+        lambda: make_program(mesh_of(data=2, fsdp=4), FSDP),
+        'whole batch',
+        'batch/labels',
+        r"its 16 rows are not divided along 'fsdp': all 4 .*; write P\(\('data', 'fsdp'\), None\)",
+    ),
+    'labels whole': (
+        lambda: make_program(mesh_of(data=8), {}, labels=P()),
+        'whole batch',
+        'batch/labels',
+        r"16 rows .* along 'data', unlike batch/tokens: all 8 .*; write P\('data', None\)",
+    ),
+    'a large array whole': (
+        lambda: make_program(mesh_of(fsdp=8), FSDP | {'head': P()}, P('fsdp')),
+        'whole array',
+        'state/params/head',
+        # 4 * 64 * 512 bytes, and an eighth of it
+        r"131.1 kB on each device .* whole along 'fsdp', .*write P\(None, 'fsdp'\), .*16.4 kB; it",
+    ),
+    'the contracted dimension of kernels': (
+        lambda: make_program(mesh_of(data=2, model=4), TENSOR | KEY_CUT),
+        'cut product',
+        line_of(make_forward, "'bsd,dhk->bshk'"),
+        r'3 products sum over dimension 0 of state/params/query \(and 2 more like it\), which has '
+        r"64 elements .* the 4 devices along 'model' .*; write P\(None, 'model', None\)",
+    ),
+    'moments whole': (
+        lambda: make_program(mesh_of(fsdp=8), FSDP, P('fsdp'), moments={}),
+        'optimizer layout',
+        'state/opt/0/mu/down',
+        r"laid out by P\(None, None\), and its parameter state/params/down by P\('fsdp', None\)",
+    ),
+    'rows gathered by a constraint': (
+        lambda: make_program(mesh_of(data=2, model=4), TENSOR, between=P()),
+        'gathered rows',
+        line_of(make_program, 'with_sharding_constraint(x'),
+        # 2 * 16 * 16 * 64 bytes of bfloat16
+        r"whole along 'data', .* 32.8 kB in place of 16.4 kB, .* write P\('data', None, None\)",
+    ),
+    'not donated': (
+        lambda: make_program(mesh_of(data=8), {}, donate=False),
+        'not donated',
+        line_of(make_program, 'def train_step'),
+        r"train_step returns a new state .* donate_argnames=\['state'\]",
+    ),
+    'a counter of Python': (
+        lambda: make_program(mesh_of(data=8), {}, step=0),
+        'changed layout',
+        'state/step',
+        r'not laid out when .*, and laid out by P\(\) .* compiles again; put it on the mesh before',
+    ),
+}
+
+
+@pytest.mark.parametrize('name', FAULTS)
+def test_a_fault_is_found_with_its_place_and_figures(name):
+    make, kind, where, message = FAULTS[name]
+    found = mw.lint(*make(), compile=False)
+    assert [f.kind for f in found[:1]] == [kind] and {f.kind for f in found} == {kind}
+    assert found[0].where.endswith(where)
+    assert re.search(message, found[0].message), found[0].message
+    assert '\n' not in str(found[0]) and kind in found._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ('fault', 'mended'),
+    [
+        ('the contracted dimension of kernels', 'tensor'),
+        ('rows gathered by a constraint', 'tensor'),
+    ],
+)
+def test_what_a_finding_says_to_write_saves_bytes(fault, mended):
+    """The mended program is the well-written one."""
+
+    def sent(make):
+        made = mw.forecast(*make(), explain=False)
+        return sum(c.total_bytes for c, _ in made.collectives)
+
+    assert sent(FAULTS[fault][0]) > 1.05 * sent(WELL_WRITTEN[mended])
+
+
+def first_states(mesh):
+    """States of one counter, and whether jax compiles the second call of a step again."""
+    on_mesh = NamedSharding(mesh, P())
+    put = functools.partial(jax.device_put, device=on_mesh)
+    return {
+        'on the mesh': put(jnp.zeros((), 'int32')),
+        'a Python number': 0,
+        'on one device': jnp.zeros((), 'int32'),
+        'of numpy': np.zeros((), 'int32'),
+        'weakly typed': put(jnp.add(0, 0)),
+        'whole': put(jnp.zeros((8,), 'int32')),
+    }
+
+
+@pytest.mark.parametrize('name', first_states(mesh_of(data=8)))
+def test_a_state_that_compiles_again_is_what_jax_compiles_again(name):
+    mesh = mesh_of(data=8)
+    state = {'w': jax.device_put(jnp.zeros((8,)), NamedSharding(mesh, P('data')))}
+    state['n'] = first_states(mesh)[name]
+    out = NamedSharding(mesh, P('data') if name == 'whole' else P())
+
+    @jax.jit
+    def count(state):
+        n = jnp.asarray(state['n'] + 1, 'int32')
+        return {'w': state['w'] * 2, 'n': jax.lax.with_sharding_constraint(n, out)}
+
+    found = [f.kind for f in mw.lint(count, state)]
+    watched = mw.watch(count, report=lambda line: None)
+    for _ in range(3):
+        state = watched(state)
+    assert bool(found) == bool(watched.recompilations) == (name != 'on the mesh')
+    assert {*found} <= {'changed layout', 'weak type'}
+
+
+def test_lines_of_the_function():
+    """A constraint that does not divide, a constant, a callback and a type that changes."""
+    mesh = mesh_of(data=4, model=2)
+    rows, columns = (NamedSharding(mesh, P(*spec)) for spec in (('data',), ('data', 'model')))
+    table = np.ones((512, 512), 'float32')
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(w, x):
+        y = x @ table  # line 0
+        y = jax.lax.with_sharding_constraint(y[:, :301], columns)  # line 1
+        jax.debug.print('{}', y.sum())  # line 2
+        return (w + y.sum()).astype('bfloat16')
+
+    w = jax.ShapeDtypeStruct((8, 8), 'float32', sharding=NamedSharding(mesh, P()))
+    x = jax.ShapeDtypeStruct((64, 512), 'float32', sharding=rows)
+    found = {f.kind: f for f in mw.lint(step, w, x, compile=False)}
+    assert found.keys() == {'indivisible', 'constant', 'callback', 'changed type'}
+    here = test_lines_of_the_function
+    assert found['indivisible'].where.endswith(line_of(here, '# line' + ' 1'))
+    assert '301 elements, which 2 devices' in found['indivisible'].message
+    assert '1 of 2 devices have 151, one has 150' in found['indivisible'].message
+    assert found['constant'].where.endswith(line_of(here, '# line' + ' 0'))
+    assert '1.0 MB' in found['constant'].message
+    assert found['callback'].where.endswith(line_of(here, '# line' + ' 2'))
+    assert found['changed type'].where == 'w'
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(64, 256, rngs=rngs)
+        self.down = nnx.Linear(256, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jax.nn.relu(self.up(x)))
+
+
+def test_modules_of_nnx():
+    mesh = mesh_of(fsdp=8)
+
+    @functools.partial(nnx.jit, donate_argnums=(0, 1))
+    def train_step(model, optimizer, x):
+        gradients = nnx.grad(lambda model: (model(x) ** 2).mean())(model)
+        optimizer.update(model, gradients)
+
+    def place(tree, spec):
+        def put(x):
+            return jax.device_put(x, NamedSharding(mesh, spec if x.ndim == 2 else P()))
+
+        nnx.update(tree, jax.tree.map(put, nnx.state(tree)))
+
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    place(model, P('fsdp'))
+    place(optimizer, P('fsdp'))
+    x = jax.device_put(np.ones((64, 64), 'f'), NamedSharding(mesh, P('fsdp')))
+    assert not mw.lint(train_step, model, optimizer, x)
+    place(optimizer, P())
+    found = mw.lint(train_step, model, optimizer, x, compile=False)
+    assert [(f.kind, f.where) for f in found] == [
+        ('optimizer layout', 'optimizer/opt_state/0/mu/down/kernel')
+    ]
+
+
+def test_modules_of_equinox():
+    eqx = pytest.importorskip(
+        'equinox', reason='equinox is not installed; the extra clients has it'
+    )
+    mesh = mesh_of(data=2, model=4)
+    model = eqx.nn.MLP(64, 64, 256, 1, use_bias=False, use_final_bias=False, key=jax.random.key(0))
+
+    def place(x, *, first=('model',)):
+        spec = P()
+        if eqx.is_array(x):
+            spec = P(*first) if x.shape == (256, 64) else P(None, 'model')
+        return jax.device_put(x, NamedSharding(mesh, spec)) if eqx.is_array(x) else x
+
+    @eqx.filter_jit
+    def step(model, x):
+        gradients = eqx.filter_grad(lambda model: (jax.vmap(model)(x) ** 2).mean())(model)
+        return jax.tree.map(lambda p, g: p - g if eqx.is_array(p) else p, model, gradients)
+
+    x = jax.device_put(np.ones((64, 64), 'f'), NamedSharding(mesh, P('data')))
+    found = mw.lint(step, jax.tree.map(place, model), x)
+    assert [(f.kind, f.where) for f in found] == [('not donated', 'model')]
+    cut = jax.tree.map(functools.partial(place, first=(None, 'model')), model)
+    found = mw.lint(step, cut, x, compile=False)
+    assert [f.kind for f in found] == ['cut product', 'not donated']
+    assert 'model/layers/0/weight' in found[0].message
