@@ -3,6 +3,11 @@
 from meshwright.auditing import (
     audit as audit,
 )
+from meshwright.checks.asserting import (
+    assert_exchanges as assert_exchanges,
+    assert_no_implicit_reshard as assert_no_implicit_reshard,
+    assert_peak_below as assert_peak_below,
+)
 from meshwright.checks.comparing import (
     assert_forecast_unchanged as assert_forecast_unchanged,
     check_golden as check_golden,
@@ -11,6 +16,9 @@ from meshwright.checks.comparing import (
 )
 from meshwright.checks.golden_file import (
     Tolerances as Tolerances,
+)
+from meshwright.checks.layouts import (
+    assert_layout_unchanged as assert_layout_unchanged,
 )
 from meshwright.dumps.drawing import (
     dump_table as dump_table,

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
+_UNITS = {'bytes': 1, 'byte': 1, 'B': 1}
+_UNITS |= {f'{p}B': 10 ** (3 * i) for i, p in enumerate('kMGTP', 1)}
+_UNITS |= {f'{p}iB': 2 ** (10 * i) for i, p in enumerate('KMGTP', 1)}
 _PREFIXES = ((1e18, 'E'), (1e15, 'P'), (1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (1e3, 'k'))
 
 
@@ -12,6 +17,25 @@ def bytes_str(count: float) -> str:
     if count >= 1e9:
         return f'{count / 2**30:,.2f} GiB'
     return f'{count / 1e6:,.1f} MB' if count >= 1e6 else f'{count / 1e3:,.1f} kB'
+
+
+def parse_bytes(text: str) -> tuple[float, float]:
+    """Reads a number of bytes as people write it: '1.5 MB', '2 GiB' or '768 bytes'.
+
+    Returns:
+      The number of bytes, and half of its last digit: '1.5 MB' may stand for 50 kB more or less.
+
+    Raises:
+      ValueError: if the text is not a number with a unit.
+    """
+    found = re.fullmatch(r'([\d,]+(?:\.(\d+))?)\s*([A-Za-z]+)', text.strip())
+    if found is None or found[3] not in _UNITS:
+        raise ValueError(
+            f"{text!r} is not an amount of memory: write '1.5 MB', '2 GiB' or '64 bytes'"
+        )
+    unit = _UNITS[found[3]]
+    digits = len(found[2] or '')
+    return float(found[1].replace(',', '')) * unit, 0.5 * 10**-digits * unit
 
 
 def seconds_str(seconds: float) -> str:

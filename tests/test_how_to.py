@@ -94,7 +94,14 @@ def test_the_programs_run(page, run_on, tmp_path, monkeypatch, traces):
 
 @pytest.mark.parametrize(
     'guide',
-    ['export', 'forecast', 'read_a_dump', 'resume_and_restore', 'when_a_run_is_interrupted'],
+    [
+        'export',
+        'forecast',
+        'layout_tests',
+        'read_a_dump',
+        'resume_and_restore',
+        'when_a_run_is_interrupted',
+    ],
 )
 def test_the_programs_of_a_guide_print_what_it_shows(guide, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

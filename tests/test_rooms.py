@@ -28,7 +28,7 @@ FLOORS = {
         {'compat'},
     ],
     'meshwright': [
-        {'jax_private', 'live_buffers', 'user_lines'},
+        {'jax_private', 'live_buffers', 'pytest_plugin', 'user_lines'},
         {'program'},
         {'calls', 'jaxpr'},
         {'causes', 'time'},

@@ -6,8 +6,15 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from meshwright.checks.files import (
+    HOW_TO_UPDATE,
+    OnMissing,
+    describe_changes,
+    must_write,
+    write_golden,
+)
 from meshwright.checks.golden_file import (
     FORMAT,
     Golden,
@@ -19,16 +26,13 @@ from meshwright.forecasting import forecast
 from meshwright.report.forecasts import Forecast
 from meshwright.report.plain_values import from_plain, read_object, to_lines, to_plain
 
-UPDATE_VARIABLE = 'MESHWRIGHT_UPDATE_FORECASTS'
-
-OnMissing = Literal['write', 'error']
-
 
 def assert_forecast_unchanged(
     fn: Any,
     args: Sequence[Any],
     *,
-    topologies: Sequence[str | tuple[str, int]],
+    topologies: Sequence[str | tuple[str, int]] | None = None,
+    topology: str | None = None,
     golden: str | os.PathLike[str] = 'forecasts',
     name: str | None = None,
     tolerances: Tolerances = Tolerances(),  # noqa: B008  (it is frozen)
@@ -45,7 +49,9 @@ def assert_forecast_unchanged(
     Args:
       fn: the function, as for `forecast`.
       args: the arguments of a call; abstract ones suffice.
-      topologies: the machines: 'v5p:4x4x4', or ('v5e:16x16', 2) for two slices.
+      topologies: the machines: 'v5p:4x4x4', or ('v5e:16x16', 2) for two slices. By default, the
+        machine of the arguments.
+      topology: a single machine, in place of `topologies`.
       golden, name, tolerances, update, on_missing: as in `check_golden`.
       **settings: more arguments of `forecast`, such as compile=False.
 
@@ -53,10 +59,16 @@ def assert_forecast_unchanged(
       AssertionError: if a forecast differs, or if a golden file is missing, as in `check_golden`.
       ValueError: if a golden file is malformed, if two forecasts share one, or as in `forecast`.
     """
-    machines = [(t, 1) if isinstance(t, str) else t for t in topologies]
+    __tracebackhide__ = True
+    if topology is not None and topologies is not None:
+        raise ValueError('topology and topologies name the machines twice: leave out one of them')
+    if isinstance(topologies, str):
+        raise ValueError(f'topologies is a text: write topologies=[{topologies!r}]')
+    named = [topology] if topologies is None else topologies
+    machines = [one if isinstance(one, tuple) else (one, 1) for one in named]
     made = [
-        forecast(fn, *args, topology=topology, num_slices=slices, **settings)
-        for topology, slices in machines
+        forecast(fn, *args, topology=machine, num_slices=slices, **settings)
+        for machine, slices in machines
     ]
     check_golden(
         made, golden, name=name, tolerances=tolerances, update=update, on_missing=on_missing
@@ -138,17 +150,13 @@ def check_golden(
         is missing and must not be written.
       ValueError: if a golden file is malformed, or if two forecasts share one.
     """
-    if update is None:
-        update = os.environ.get(UPDATE_VARIABLE) == '1'
-    if on_missing is None:
-        on_missing = 'error' if os.environ.get('CI', '') not in ('', '0', 'false') else 'write'
+    __tracebackhide__ = True
     files = _files(forecasts, Path(golden), name)
     written, differences = [], []
     for file, made in files.items():
         now = golden_of(made)
-        if update or (on_missing == 'write' and not file.exists()):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(to_lines({'format': FORMAT, **to_plain(now)}), encoding='utf-8')
+        if must_write(file, update, on_missing):
+            write_golden(file, to_lines({'format': FORMAT, **to_plain(now)}))
             written.append(file)
         elif not file.exists():
             differences.append(_section(made, file, ['there is no golden file: commit one']))
@@ -158,11 +166,7 @@ def check_golden(
                 lines.insert(0, f'compiler: {versions}, which may be the reason')
             differences.append(_section(made, file, lines))
     if differences:
-        count = f'{len(differences)} of {len(files)} forecast{"s" * (len(files) > 1)}'
-        raise AssertionError(
-            f'{count} changed. If that is intended, set {UPDATE_VARIABLE}=1, run this again and '
-            'commit the files.\n\n' + '\n\n'.join(differences)
-        )
+        raise AssertionError(describe_changes('forecast', len(files), differences))
     return tuple(written)
 
 
@@ -193,7 +197,7 @@ def _read(file: Path) -> Golden:
         held = read_object(file.read_text(encoding='utf-8'), FORMAT)
         return from_plain(Golden, held, 'the file')
     except ValueError as error:
-        raise ValueError(f'{file}: {error}; set {UPDATE_VARIABLE}=1 to write it anew') from error
+        raise ValueError(f'{file}: {error}; to write it anew, {HOW_TO_UPDATE}') from error
 
 
 def _section(made: Forecast, file: Path, lines: Sequence[str]) -> str:

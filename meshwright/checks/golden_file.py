@@ -118,7 +118,7 @@ def compare_golden(golden: Golden, now: Golden, tolerances: Tolerances) -> list[
     if _differs(golden.peak, now.peak, tolerances.peak):
         lines.append(f'peak memory: {_change(golden.peak, now.peak, tolerances.peak)}')
     lines += _compare_exchanges(golden.collectives, now.collectives, tolerances)
-    lines += _compare_arrays(golden.arrays, now.arrays)
+    lines += compare_arrays(golden.arrays, now.arrays)
     return lines
 
 
@@ -142,7 +142,8 @@ def _compare_exchanges(
                 yield f'~ {name}: {"; ".join(changes)}'
 
 
-def _compare_arrays(golden: Sequence[GoldenArray], now: Sequence[GoldenArray]) -> Iterator[str]:
+def compare_arrays(golden: Sequence[GoldenArray], now: Sequence[GoldenArray]) -> Iterator[str]:
+    """Yields a line for each array that is missing, new, or laid out differently."""
     old, new = ({array.path: array for array in held} for held in (golden, now))
     for path in {**old, **new}:
         if path not in new:
