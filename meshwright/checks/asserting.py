@@ -12,7 +12,7 @@ once, and pass the forecast with no arguments: `assert_peak_below(forecast(step,
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from meshwright.causes import Cause
@@ -144,9 +144,9 @@ def assert_no_implicit_reshard(
 
     The gathers of sharded parameters, the sums of products over a sharded dimension, the sums of
     gradients over the batch, and what `shard_map` does follow from the program and the layouts of
-    its arguments. What is left are activations and batches that are laid out anew, because two
-    layouts do not fit each other: exchanges other than sums, whose `Cause.suspect` is true, and
-    copies that XLA warns about.
+    its arguments. What is left are activations that are laid out anew, because two layouts do not
+    fit each other: exchanges whose `Cause.avoidable` is true, those of values that are neither
+    arguments nor sums whose `Cause.suspect` is true, and copies that XLA warns about.
 
     Args:
       fn, args, topology, settings: as in `assert_exchanges`.
@@ -161,14 +161,12 @@ def assert_no_implicit_reshard(
         raise ValueError('explain=False leaves out the causes that this check reads: leave it out')
     made = _forecast(fn, args, topology, settings)
     allowed = {*read_expected(dict.fromkeys(allow, 0), made.mesh)}
-    state = {row.path for row in made.arrays if row.role in ('parameters', 'optimizer')}
+    arguments = {row.path for row in made.arrays}
     implicit = [
         (collective, cause)
         for collective, cause in made.collectives
         if cause is not None
-        and cause.suspect
-        and cause.array not in state
-        and collective.kind not in _SUMS
+        and (cause.avoidable or _is_suspect(collective, cause, arguments))
         and not {Key(collective.kind, frozenset(collective.axes)), Key(collective.kind, None)}
         & allowed
     ]
@@ -180,6 +178,11 @@ def assert_no_implicit_reshard(
         f'{_title(made)} lays out arrays anew, which neither its code nor the layouts of its '
         'arguments ask for:\n' + '\n'.join(f'  {line}' for line in lines)
     )
+
+
+def _is_suspect(collective: Collective, cause: Cause, arguments: Container[str]) -> bool:
+    """Whether an exchange lays out a value anew that is neither an argument nor a sum."""
+    return cause.suspect and cause.array not in arguments and collective.kind not in _SUMS
 
 
 def _forecast(

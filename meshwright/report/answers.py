@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.causes import Cause
+from meshwright.causes.cause import Effect
 from meshwright.program.collectives import Collective
 from meshwright.report.figures import Sent, sum_collectives
 from meshwright.report.forecasts import Forecast
@@ -58,6 +59,27 @@ class AnswerTime:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerEffect:
+    """What a change does to a program, per device and call.
+
+    Attributes:
+      sent: the bytes that a device sends with the change.
+      sent_before: the bytes without it.
+      peak: the peak with the change, in bytes.
+      peak_before: the peak without it.
+      seconds: the time with the change, or null if the chip has no model.
+      seconds_before: the time without it.
+    """
+
+    sent: float
+    sent_before: float
+    peak: int
+    peak_before: int
+    seconds: float | None
+    seconds_before: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerCause:
     """Why an exchange exists.
 
@@ -67,7 +89,10 @@ class AnswerCause:
       why: a sentence that says why.
       change: what to write instead, or ''.
       suspect: whether the layout seems not to need the exchange.
+      avoidable: whether a change was found with which a program of the same mathematics does not
+        send it.
       confirmed: whether compiling with the change showed that it helps; null if it was not tried.
+      effect: what the change does, compiled or by formula; null if that is not known.
     """
 
     source: str
@@ -75,7 +100,9 @@ class AnswerCause:
     why: str
     change: str
     suspect: bool
+    avoidable: bool
     confirmed: bool | None
+    effect: AnswerEffect | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,16 +230,33 @@ def describe_exchange(collective: Collective, cause: Cause | None = None) -> Ans
         count=collective.count,
         arrays=collective.arrays,
         source=cause.source if cause is not None and cause.source else collective.source,
-        cause=None
-        if cause is None
-        else AnswerCause(
-            source=cause.source,
-            array=cause.array,
-            why=cause.why,
-            change=cause.change,
-            suspect=cause.suspect,
-            confirmed=cause.confirmed,
-        ),
+        cause=None if cause is None else _describe_cause(cause),
+    )
+
+
+def _describe_cause(cause: Cause) -> AnswerCause:
+    return AnswerCause(
+        source=cause.source,
+        array=cause.array,
+        why=cause.why,
+        change=cause.change,
+        suspect=cause.suspect,
+        avoidable=cause.avoidable,
+        confirmed=cause.confirmed,
+        effect=None if cause.effect is None else _describe_effect(cause.effect),
+    )
+
+
+def _describe_effect(effect: Effect) -> AnswerEffect:
+    (sent_before, sent), (peak_before, peak) = effect.sent, effect.peak
+    seconds_before, seconds = effect.seconds or (None, None)
+    return AnswerEffect(
+        sent=sent,
+        sent_before=sent_before,
+        peak=peak,
+        peak_before=peak_before,
+        seconds=seconds,
+        seconds_before=seconds_before,
     )
 
 

@@ -137,20 +137,30 @@ def test_what_a_program_asks_for_is_no_implicit_reshard(mesh):
     assert_no_implicit_reshard(made, ())
     assert_no_implicit_reshard(*exchange(mesh))
 
-
-def test_an_array_that_is_laid_out_anew_is_an_implicit_reshard(mesh):
     @jax.jit
-    def turned(weights, batch):
-        whole = NamedSharding(mesh, P(None, 'data'))
-        return jnp.sum(jax.lax.with_sharding_constraint(batch, whole) @ weights)
+    def layer(up, batch):
+        return jax.nn.relu(batch @ up)
 
-    arguments = (struct(mesh, (64, 64)), struct(mesh, (128, 64), 'data'))
-    made = forecast(turned, *arguments)
-    kinds = {c.kind for c, cause in made.collectives if cause and cause.suspect}
-    assert kinds
+    assert_no_implicit_reshard(
+        layer, (struct(mesh, (64, 256), 'data'), struct(mesh, (128, 64), 'data'))
+    )
+
+
+@pytest.mark.parametrize('axes', [(None, 'data'), (None, None)])
+def test_an_array_that_is_laid_out_anew_is_an_implicit_reshard(mesh, axes):
+    """Rows over data become columns over data, or whole, inside of a step."""
+
+    @jax.jit
+    def step(weights, batch):
+        other = NamedSharding(mesh, P(*axes))
+        hidden = jax.lax.with_sharding_constraint(jax.nn.relu(batch @ weights), other)
+        return jnp.mean((hidden @ weights.T) ** 2)
+
+    made = forecast(step, struct(mesh, (64, 64)), struct(mesh, (128, 64), 'data'))
     text = failure(assert_no_implicit_reshard, made, ())
-    assert 'lays out arrays anew' in text and re.search(r'test_layout_tests\.py:\d+', text)
-    assert_no_implicit_reshard(made, (), allow=[(kind, 'data') for kind in kinds])
+    assert 'lays out arrays anew' in text and 'all-gather over data of ' in text
+    assert re.search(r'test_layout_tests\.py:\d+: ', text)
+    assert_no_implicit_reshard(made, (), allow=['all-gather', 'all-to-all', ('all-reduce', 'data')])
 
 
 def test_golden_layouts(mesh, tmp_path):
