@@ -14,7 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from jax.sharding import Mesh
 
 from meshwright.advice.candidates import Candidate, Candidates
-from meshwright.advice.estimates import Estimate, Sent, count_steps, estimate_call, estimate_program
+from meshwright.advice.estimates import (
+    Estimate,
+    Sent,
+    count_steps,
+    estimate_call,
+    estimate_program,
+    shape_of,
+)
+from meshwright.advice.shard_maps import MissingSpec, find_missing_specs
 from meshwright.advice.variants import Subject, make_subject, with_change
 from meshwright.causes.cause import (
     Cause,
@@ -33,7 +41,7 @@ from meshwright.causes.evidence import Evidence
 from meshwright.causes.explaining import Explanation
 from meshwright.jax_private import TracedCall
 from meshwright.jaxpr import TracedProgram
-from meshwright.jaxpr.values import Axes, Value
+from meshwright.jaxpr.values import Axes
 from meshwright.program.collectives import Collective
 from meshwright.program.costs import ProgramCosts
 from partitioning.hardware import Chip
@@ -139,12 +147,14 @@ class Advised:
       variants: the changes that help, the best first.
       subject: the function.
       rows_axes: the mesh axes over which the rows of the batch are sharded, or should be.
+      missing_specs: what is gathered for shard_maps and need not be.
     """
 
     base: Estimate
     variants: tuple[Variant, ...]
     subject: Subject
     rows_axes: Axes
+    missing_specs: tuple[MissingSpec, ...] = ()
 
 
 def find_variants(
@@ -197,7 +207,11 @@ def find_variants(
         _refine(candidates, attempt, tried)
     found = sorted((v for v in tried.values() if v is not None), key=lambda v: -v.saved)
     return Advised(
-        base=base, variants=tuple(found), subject=subject, rows_axes=candidates.rows_axes
+        base=base,
+        variants=tuple(found),
+        subject=subject,
+        rows_axes=candidates.rows_axes,
+        missing_specs=find_missing_specs(laid_out),
     )
 
 
@@ -276,7 +290,7 @@ def advise(
       advised: the changes that help.
     """
     pairs = list(zip(explanation.collectives, explanation.evidence, strict=True))
-    made = [(c, _without_changes(cause, advised)) for (c, cause), _ in pairs]
+    made = [(c, _without_changes(cause, e, advised)) for (c, cause), e in pairs]
     taken: set[int] = set()
     order = sorted(range(len(pairs)), key=lambda n: -pairs[n][0][0].total_bytes)
     for variant in advised.variants:
@@ -308,7 +322,7 @@ def _is_gone(
     if cause is None or evidence is None or evidence.value is None:
         return False
     value, axes = evidence.value, set(collective.axes)
-    shape = _shape_of(value)
+    shape = shape_of(value)
     lines = {cause.source, evidence.made_at, evidence.used_at, collective.source}
     # The layout of a result has no line: it moves what updates the state.
     is_state = bool(value.update_of) or evidence.result is not None
@@ -325,12 +339,8 @@ def _may_be_gone(collective: Collective, evidence: Evidence | None, variant: Var
     """Whether an exchange may be one of those that are gone by formula, seen otherwise."""
     if evidence is None or evidence.value is None:
         return False
-    axes, shape = {*collective.axes}, _shape_of(evidence.value)
+    axes, shape = {*collective.axes}, shape_of(evidence.value)
     return any(axes & {*sent.axes} and sent.shape == shape for sent in variant.vanished)
-
-
-def _shape_of(value: Value) -> tuple[int, ...]:
-    return tuple(sorted(n for n in value.shape if n > 1))
 
 
 def compile_variants(
@@ -378,13 +388,25 @@ def _saved(variant: Variant) -> float:
     return saved * (_REMOVED if isinstance(variant.change, ConstraintRemoval) else 1)
 
 
-def _without_changes(cause: Cause | None, advised: Advised) -> Cause | None:
+def _without_changes(
+    cause: Cause | None, evidence: Evidence | None, advised: Advised
+) -> Cause | None:
     """A cause without the changes that were not tried, or did not help; words for the author stay.
 
     Rules are tried by compiling only.
     """
     if cause is None:
         return None
+    missing = next((one for one in advised.missing_specs if one.is_of(evidence)), None)
+    if missing is not None:
+        return dataclasses.replace(
+            cause,
+            source=missing.change.source,
+            why=missing.why,
+            change=str(missing.change),
+            all_changes=(missing.change,),
+            avoidable=True,
+        )
     kept = [c for c in cause.all_changes if isinstance(c, RuleChange | CodeChange)]
     kept = kept if cause.suspect else []
     told = bool(kept) and isinstance(kept[0], CodeChange)

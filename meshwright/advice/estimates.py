@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from meshwright.jax_private import TracedCall
 from meshwright.jaxpr import TracedProgram, estimate_memory, lay_out_trace
 from meshwright.jaxpr.exchange_list import exchanges_of, walk_exchanges
-from meshwright.jaxpr.values import Block
+from meshwright.jaxpr.values import Block, Value
 from meshwright.time.traced_work import estimate_work
 from meshwright.user_lines import user_line
 from partitioning.hardware import CHIPS, Chip
@@ -115,7 +115,7 @@ def estimate_program(
         given = step.inputs[0]
         key = Sent(
             tuple(sorted(axes)),
-            tuple(sorted(n for n in given.shape if n > 1)),
+            shape_of(given),
             tuple(dict.fromkeys([user_line(step.place.lines), *step.place.lines])),
             step.place.is_backward,
         )
@@ -131,6 +131,11 @@ def estimate_program(
         exchanges=dict(found),
         equations=dict(equations),
     )
+
+
+def shape_of(value: Value) -> tuple[int, ...]:
+    """The sizes of an array above 1, sorted: the same for copies with dimensions moved."""
+    return tuple(sorted(n for n in value.shape if n > 1))
 
 
 def count_steps(block: Block) -> int:
