@@ -48,7 +48,7 @@ from partitioning.hardware import Chip
 from partitioning.plan.rows import PlanRow
 
 _STEPS = 9000  # the steps of all estimates together
-_FEWEST, _MOST = 8, 30  # estimates
+_FEWEST, _MOST = 6, 30  # estimates
 _SENT, _HELD = 0.98, 1.01  # the share of the bytes that a change may leave
 _JOINED = 1.25  # two changes are kept together if they save this many times more
 _REMOVED = 0.95  # the weight of leaving a constraint out: others may want it
@@ -202,7 +202,7 @@ def find_variants(
             *_of_causes(explanation),
         ]
         ranked.sort(key=lambda pair: -pair[0])
-        for _, candidate in ranked[: max(budget - len(tried) - _FEWEST, 0)]:
+        for _, candidate in ranked[: max(budget - len(tried) - min(_FEWEST, budget // 2), 0)]:
             attempt(candidate)
         _refine(candidates, attempt, tried)
     found = sorted((v for v in tried.values() if v is not None), key=lambda v: -v.saved)

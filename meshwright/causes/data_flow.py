@@ -81,6 +81,24 @@ class DataFlow:
         """The operations that compute with what a place holds, and the root of the program."""
         return [p for p in self._search(place, self._targets) if p.key != place.key]
 
+    def summed_before(self, place: Place) -> Place | None:
+        """The sum over devices whose result a place holds, moved but not computed with, or None.
+
+        Compilers write a sum over the devices of one axis in several phases: the first one leaves
+        each device a part of the sum over some of them.
+        """
+        pending, seen = [place], {place.key}
+        while pending and len(seen) < _LIMIT:
+            current = pending.pop()
+            opcode = current.instruction.opcode.removesuffix('-start').removesuffix('-done')
+            if opcode in ('all-reduce', 'reduce-scatter'):
+                return current
+            for one in self._sources(current) or ():
+                if one.key not in seen:
+                    seen.add(one.key)
+                    pending.append(one)
+        return None
+
     def _search(self, start: Place, step: object) -> Iterator[Place]:
         pending, seen = [start], {start.key}
         while pending and len(seen) < _LIMIT:

@@ -86,11 +86,18 @@ def find_evidence(
     # A sum over devices shards its operand and its result over other mesh axes only.
     summed = collective.kind in ('all-reduce', 'reduce-scatter')
     whole_along = collective.axes if summed else ()
+    given = Place(operands[number], computation)
+    while summed and (first := matcher.flow.summed_before(given)) is not None:
+        # Of the phases of one sum, the first one has what is summed.
+        inside = first.computation.instructions
+        given = Place(inside[first.instruction.operands[first.part or 0]], first.computation)
+        array = given.instruction.outputs[0]
+        makers = matcher.flow.makers(given)
     value, maker = _find_operand(makers, instruction, array, matcher, whole_along)
     index = number if len(operands) > 1 else None
     takers = matcher.flow.takers(place._replace(part=index))
     taken_by = [found[0] for taker in takers if (found := matcher.values_of(taker.instruction))]
-    layout = layout_of(value, array, layouts) if value else ()
+    layout = layout_of(value, arrays[0], layouts) if value else ()
     own_line = matcher.source_of(instruction)
     used_at = next((line for t in takers if (line := matcher.source_of(t.instruction))), '')
     return Evidence(

@@ -25,6 +25,7 @@ _LABEL = 30  # characters of the labels, and of the column of a machine, at leas
 _LEAST = 20
 _GAP = 2
 _FEW = 5  # exchanges
+_SUMS = ('all-reduce', 'reduce-scatter')
 _LISTED = 8  # replicated arrays, buffers and warnings
 
 
@@ -126,19 +127,24 @@ def _replicated(forecast: Forecast) -> Iterator[str]:
 
 
 def _exchanges(forecast: Forecast) -> Iterator[str]:
-    """A line for all exchanges of the same arrays at the same place; the largest sum first."""
-    groups: dict[str, list[Collective]] = {}
-    for collective, cause in forecast.collectives:
-        groups.setdefault(_exchange(collective, cause), []).append(collective)
-    sums = {text: sum(c.total_bytes for c in group) for text, group in groups.items()}
-    for text in sorted(groups, key=lambda t: -sums[t]):
-        several = f'{len(groups[text])} x ' if len(groups[text]) > 1 else ''
-        yield f'{bytes_str(sums[text]):>10}  {several}{text}'
+    """A line for all exchanges of the same arrays at the same place; the largest sum first.
+
+    The phases of one sum over devices, such as a reduce-scatter and an all-reduce, are one line.
+    """
+    groups: dict[tuple[str, str], list[Collective]] = {}
+    for c, cause in forecast.collectives:
+        kind = 'sum' if cause is not None and c.kind in _SUMS else c.kind
+        groups.setdefault((kind, _exchange(c, cause)), []).append(c)
+    sums = {key: sum(c.total_bytes for c in group) for key, group in groups.items()}
+    for key in sorted(groups, key=lambda key: -sums[key]):
+        several = f'{len(groups[key])} x ' if len(groups[key]) > 1 else ''
+        kinds = ' and '.join(sorted({c.kind for c in groups[key]}, reverse=True))
+        yield f'{bytes_str(sums[key]):>10}  {several}{kinds} {key[1]}'
 
 
 def _exchange(collective: Collective, cause: Cause | None) -> str:
-    """What is exchanged, over which axes and where: by its cause, or by its array and line."""
-    text = f'{collective.kind} over {", ".join(collective.axes)}'
+    """Over which axes and where it is exchanged: by its cause, or by its array and line."""
+    text = f'over {", ".join(collective.axes)}'
     source = cause.source if cause else collective.source
     others = len(collective.arrays) - 1  # compilers put exchanges together
     more = f' and {others} more' if others > 0 else ''
