@@ -264,7 +264,9 @@ class Candidates:
             if not weight or not any(now) or self._is_looked_up(rows[0]):
                 continue
             uses = list(self._possible.like_its_uses(rows[0]))
-            others = dict.fromkeys([*(u.layout for u in uses), *self._moved(rows[0])])
+            held = {axis for axes in now for axis in axes}  # sharding over fewer is another matter
+            fitting = [u.layout for u in uses if held <= {a for axes in u.layout for a in axes}]
+            others = dict.fromkeys([*fitting, *self._moved(rows[0])])
             for number, layout in enumerate(others):
                 if self._fits(layout, rows[0].shape) and layout != now:
                     paths = [row.path for row in rows]

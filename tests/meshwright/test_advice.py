@@ -1,0 +1,215 @@
+"""Changes that are tried: each fault is undone by the change that is shown, to the byte."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from plain_steps import line_of
+
+from meshwright import forecast, forecast_table
+from meshwright.calls.call import read_call
+from meshwright.calls.roles import find_roles
+
+ROWS, WIDTH, HIDDEN = 512, 64, 512
+WHOLE = {'up': P(), 'down': P()}
+PARAMETERS = {'up': P('data', 'model'), 'down': P('model', 'data')}
+
+
+@functools.cache
+def make_mesh():
+    return Mesh(
+        np.reshape(jax.devices(), (4, 2)), ('data', 'model'), axis_types=(AxisType.Auto,) * 2
+    )
+
+
+def lay(x, spec):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(make_mesh(), spec))
+
+
+def make_layer(hidden_spec, out_spec):
+    def layer(w, x):
+        hidden = jnp.tanh(x @ w['up'])
+        hidden = lay(hidden, hidden_spec)
+        out = x + hidden @ w['down']
+        return lay(out, out_spec)
+
+    return layer
+
+
+def ask(
+    hidden=('data', 'model'),
+    out=('data', None),
+    parameters=PARAMETERS,
+    moments=PARAMETERS,
+    rows=('data', None),
+    **settings,
+):
+    """The forecast of two layers with momentum, whose arguments have unhelpful names."""
+    layer = make_layer(P(*hidden), P(*out))
+
+    def step(p, m, t):
+        def loss(p):
+            x = t
+            for w in p:
+                x = layer(w, x)
+            return jnp.mean(x**2)
+
+        gradient = jax.grad(loss)(p)
+        m = jax.tree.map(lambda m, g: 0.9 * m + g, m, gradient)
+        return jax.tree.map(lambda p, m: p - m, p, m), m
+
+    def structs(specs):
+        shapes = {'up': (WIDTH, HIDDEN), 'down': (HIDDEN, WIDTH)}
+        return [{k: struct(shapes[k], specs[k]) for k in shapes} for _ in range(2)]
+
+    def struct(shape, spec):
+        return jax.ShapeDtypeStruct(shape, 'float32', sharding=NamedSharding(make_mesh(), spec))
+
+    state = structs(parameters), structs(moments)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings)
+    return forecast(jitted, *state, struct((ROWS, WIDTH), P(*rows)), **settings)
+
+
+def sent(made):
+    return sum(c.total_bytes for c, _ in made.collectives)
+
+
+@functools.cache
+def healthy():
+    return ask()
+
+
+def advice(made):
+    """The exchanges with a change, the largest first."""
+    return [(c, cause) for c, cause in made.collectives if cause is not None and cause.change]
+
+
+def test_nothing_is_avoidable_and_nothing_is_advised_without_a_fault():
+    """Gathers of parameters, sums of row-parallel products, sums of gradients over the rows."""
+    kinds = {(c.kind, c.axes) for c, _ in healthy().collectives}
+    assert {
+        ('all-gather', ('data',)),
+        ('all-reduce', ('model',)),
+        ('all-reduce', ('data',)),
+    } <= kinds
+    assert not any(cause.avoidable for _, cause in healthy().collectives)
+    assert not advice(healthy())
+    fully_sharded = {'up': P('data', None), 'down': P(None, 'data')}
+    made = ask(('data', None), parameters=fully_sharded, moments=fully_sharded)
+    assert made.collectives and not advice(made)
+
+
+@pytest.mark.parametrize(
+    ('fault', 'text', 'at', 'avoidable'),
+    [
+        ({'hidden': ('model', 'data')}, "PartitionSpec('data', 'model')", 'hidden_spec)', True),
+        ({'hidden': (None, 'model')}, "PartitionSpec('data', 'model')", 'hidden_spec)', True),
+        ({'out': (None, 'data')}, "PartitionSpec('data', None)", 'lay(out, out_spec)', True),
+        (
+            {'moments': WHOLE},
+            "lay out m/0/down as PartitionSpec('model', 'data'), like its parameter p/0/down, and "
+            '3 more like their parameters',
+            '',
+            True,
+        ),
+        (
+            {k: {**PARAMETERS, 'down': P('data', 'model')} for k in ('parameters', 'moments')},
+            "lay out the argument p/0/down and 1 like it as PartitionSpec('model', 'data')",
+            '',
+            False,
+        ),
+    ],
+    ids=['swapped', 'without rows', 'rows elsewhere', 'moments', 'kernel'],
+)
+def test_the_first_change_undoes_the_fault(fault, text, at, avoidable):
+    """With the change, the program sends what it sends without the fault, as compiling shows."""
+    made = ask(**fault, confirm=True)
+    _, cause = advice(made)[0]
+    assert text in cause.change and cause.avoidable == avoidable and cause.confirmed
+    assert not at or cause.change.endswith(line_of(make_layer, at))
+    assert cause.effect.sent == (sent(made), sent(healthy()))
+    assert cause.effect.peak[1] <= made.memory.peak
+    shown = ' '.join(forecast_table([made]).split())
+    assert 'confirmed by compiling: sends' in shown and ('(avoidable)' in shown) == avoidable
+
+
+def test_changes_are_not_tried_unless_asked_and_say_so():
+    made = ask(hidden=('model', 'data'))
+    _, cause = advice(made)[0]
+    assert cause.change.endswith(line_of(make_layer, 'hidden_spec)')) and cause.confirmed is None
+    assert cause.effect.sent[1] < cause.effect.sent[0]
+    assert '(not tried; by formula, it saves ' in ' '.join(forecast_table([made]).split())
+    assert type(made).from_json(made.to_json()).to_json() == made.to_json()
+
+
+def test_a_change_that_does_not_help_is_not_shown(monkeypatch):
+    """As if the compiler made the same program again."""
+    monkeypatch.setattr(
+        'meshwright.advice.advising.with_change', lambda subject, change: subject.call
+    )
+    made = ask(hidden=('model', 'data'), confirm=True)
+    assert not advice(made) and not any(cause.avoidable for _, cause in made.collectives)
+
+
+def test_a_batch_that_is_not_sharded_follows_the_constraints_on_its_rows():
+    made = ask(rows=(None, 'data'), confirm=True)
+    assert any('lay out t as PartitionSpec(' in cause.change for _, cause in advice(made))
+
+
+def test_a_reason_names_the_product_its_operand_and_the_batch():
+    line = line_of(make_layer, "w['down']")
+    found = [cause.why for c, cause in healthy().collectives if c.axes == ('model',)]
+    assert any(
+        why.startswith('the product with p/0/down at')
+        and line in why
+        and "which is sharded over 'model'" in why
+        and "the batch is sharded over 'data'" in why
+        for why in found
+    ), found
+
+
+def test_a_shard_map_that_leaves_out_the_axis_of_the_rows():
+    mesh = make_mesh()
+
+    def step(w, x):
+        inside = jax.shard_map(
+            lambda x, w: jax.lax.psum(x @ w, 'model'),
+            mesh=mesh,
+            in_specs=(P(None, 'model'), P('model', None)),
+            out_specs=P(None, None),
+        )
+        return lay(inside(x, w), P('data', None))
+
+    w = jax.ShapeDtypeStruct((WIDTH, HIDDEN), 'float32', sharding=NamedSharding(mesh, P('model')))
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), 'float32', sharding=NamedSharding(mesh, P('data')))
+    collective, cause = advice(forecast(jax.jit(step), w, x))[0]
+    assert (collective.kind, collective.axes) == ('all-gather', ('data',)) and cause.avoidable
+    assert cause.source.endswith(line_of(step, 'inside(x, w)'))
+    assert 'no spec of the shard_map' in cause.why and "'data'" in cause.change
+
+
+def test_roles_follow_from_what_is_done_with_an_array():
+    """A tuple of parameters and moments, tokens, a key, and weights of the loss."""
+
+    def step(s, k, b):
+        (w, m), count = s
+        gradient = jax.grad(lambda w: ((w['table'][b[0]] * w['scale']).sum(-1) * b[1]).mean())(w)
+        m = jax.tree.map(lambda m, g: 0.9 * m + g, m, gradient)
+        return (jax.tree.map(lambda w, m: w - m, w, m), m), count + 1
+
+    w = {'table': jnp.zeros((32, 8)), 'scale': jnp.zeros(8)}
+    args = (((w, w), 0), jax.random.PRNGKey(0), (jnp.zeros((4, 6), 'int32'), jnp.zeros((4, 6))))
+    jaxpr = jax.jit(step).trace(*args).jaxpr
+    paths = [('s', str(n)) for n in range(5)] + [('k',), ('b', '0'), ('b', '1')]
+    assert find_roles(jaxpr, paths) == [
+        *['parameters'] * 2,
+        *['optimizer'] * 2,
+        'other',
+        'other',
+        *['batch'] * 2,
+    ]
+    assert read_call(jax.jit(step), args).name == 'step'
