@@ -195,8 +195,12 @@ class Compiling:
 
     @contextlib.contextmanager
     def _context(self, args: tuple[Any, ...], jaxpr: Any, mesh: Any) -> Iterator[None]:
-        """Lets a call whose results are too large for this machine run on a described device."""
-        if self._is_small(jaxpr):
+        """Lets a call that is too large for this machine run on a described device.
+
+        So does a call with an array of such a device, even if nobody has placed it there.
+        """
+        stands_in = any(isinstance(jax_private.numbers_of(x), StandIn) for x in args)
+        if not stands_in and self._is_small(jaxpr):
             yield
             return
         with jax.default_device(self._machine.local(self._machine.devices)[0]):

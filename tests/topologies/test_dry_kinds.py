@@ -112,6 +112,21 @@ def test_a_large_evaluation_neither_ends_nor_delays_the_run(run_dry):
     assert status == 0 and 'the run ended after 2 calls of step, its largest training step' in out
 
 
+PLACED_NOWHERE = """
+import jax.numpy as jnp
+large = jnp.ones((512, 64)) @ jnp.ones((64, 1024))  # more FLOPs than this machine computes
+print(large.devices() == {jax.devices()[0]}, (jnp.ones(1024) + large).devices() == large.devices())
+tiny = jax.jit(jax.value_and_grad(lambda w, x: (x @ w).sum()))
+tiny(np.ones((4, 4)), np.ones((4, 4)))
+"""
+
+
+def test_what_is_placed_nowhere_follows_its_arrays(run_dry):
+    """A large product, what is added to it, and a small training step are all on the machine."""
+    status, out, _ = run_dry(PLACED_NOWHERE)
+    assert status == 0 and out.startswith('True True\n') and '<lambda>      1' in out
+
+
 IN_A_THREAD = """
 import threading
 
