@@ -44,6 +44,7 @@ class DumpedModule:
       file: the text of the module at its last stage.
       before: its text before all optimizations, which has the mesh, if there is one.
       buffers: the text of its buffer assignment, if there is one.
+      live_ranges: the text with the live ranges of its values, if there is one.
       nbytes: the size of `file`, in bytes.
     """
 
@@ -54,6 +55,7 @@ class DumpedModule:
     file: Path
     before: Path | None
     buffers: Path | None
+    live_ranges: Path | None
     nbytes: int
 
 
@@ -112,6 +114,7 @@ def _module(file: Path, match: re.Match[str], stage: Stage, files: Sequence[Path
         file=file,
         before=next((f for f in own if _BEFORE.fullmatch(f.name) and f != file), None),
         buffers=next((f for f in own if f.name == f'{file.stem}-buffer-assignment.txt'), None),
+        live_ranges=next((f for f in own if f.name == f'{file.stem}-live-range.txt'), None),
         nbytes=file.stat().st_size,
     )
 

@@ -17,6 +17,7 @@ from meshwright.dumps.mesh_sizes import check_mesh, find_mesh, infer_mesh
 from meshwright.dumps.program import DumpedProgram
 from meshwright.dumps.stablehlo import parse_stablehlo
 from meshwright.program.collectives import Collective, MeshAxes
+from meshwright.program.costs import MemoryUse
 from partitioning.hardware import CHIPS, Chip
 
 _TILED = re.compile(r'\{[\d,]*:[^}]*T\(\d')  # only layouts for TPUs have tiles
@@ -105,7 +106,7 @@ def _read_hlo(
     notes = list(_notes(hlo.stage, hlo_module.unknown_loops(hlo)))
     if hlo.stage == 'compiled':
         if one.buffers is not None:
-            memory = read_buffer_assignment(_read_text(one.buffers))
+            memory = _read_memory(one.buffers, one.live_ranges, back_end)
         else:
             notes.append(
                 'the peak is estimated by live ranges, because there is no buffer assignment next '
@@ -182,6 +183,12 @@ def _find_mesh(
     return named, 'the dump' if named else ''
 
 
+def _read_memory(buffers: Path, live_ranges: Path | None, back_end: str) -> MemoryUse:
+    """The memory of a program. As in forecasts, the peak on CPUs is all that is reserved."""
+    ranges = '' if live_ranges is None or back_end == 'cpu' else _read_text(live_ranges)
+    return read_buffer_assignment(_read_text(buffers), ranges)
+
+
 def _size(mesh: MeshAxes) -> int:
     return math.prod(mesh.sizes.values())
 
@@ -254,6 +261,7 @@ def _alone(file: Path) -> DumpedModule:
         file=file,
         before=None,
         buffers=None,
+        live_ranges=None,
         nbytes=0,
     )
 

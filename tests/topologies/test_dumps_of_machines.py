@@ -31,6 +31,8 @@ def test_a_gpu(tmp_path):
         sizes.alias_size_in_bytes,
         sizes.temp_size_in_bytes,
     )
+    assert program.peak == pytest.approx(sizes.peak_memory_in_bytes, rel=0.01)
+    assert program.peak < memory.arguments + memory.outputs + memory.temporaries
 
 
 @needs_libtpu
