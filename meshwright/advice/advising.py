@@ -7,26 +7,13 @@ of all parameters, and that sends less and needs no more of anything else.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from jax.sharding import Mesh
-
-from meshwright.advice.candidates import Candidate, Candidates
-from meshwright.advice.estimates import (
-    Estimate,
-    Sent,
-    count_steps,
-    estimate_call,
-    estimate_program,
-    shape_of,
-)
-from meshwright.advice.shard_maps import MissingSpec, find_missing_specs
-from meshwright.advice.variants import Subject, make_subject, with_change
+from meshwright.advice.estimates import shape_of
+from meshwright.advice.measuring import key_of
+from meshwright.advice.searching import Advised, Variant
 from meshwright.causes.cause import (
     Cause,
-    Change,
     CodeChange,
     ConstraintChange,
     ConstraintRemoval,
@@ -35,249 +22,15 @@ from meshwright.causes.cause import (
     LayoutChange,
     RuleChange,
     StateChange,
-    join_changes,
 )
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.explaining import Explanation
-from meshwright.jax_private import TracedCall
-from meshwright.jaxpr import TracedProgram
-from meshwright.jaxpr.values import Axes
+from meshwright.causes.layouts import axes_of_row
+from meshwright.causes.wording import spec_text
 from meshwright.program.collectives import Collective
-from meshwright.program.costs import ProgramCosts
-from partitioning.hardware import Chip
-from partitioning.plan.rows import PlanRow
-
-_STEPS = 9000  # the steps of all estimates together
-_FEWEST, _MOST = 6, 30  # estimates
-_SENT, _HELD = 0.98, 1.01  # the share of the bytes that a change may leave
-_JOINED = 1.25  # two changes are kept together if they save this many times more
-_REMOVED = 0.95  # the weight of leaving a constraint out: others may want it
-_KEPT = 1.1  # the weight of a change that keeps the layout of the parameters
 
 # Exchanges in which data moves along several mesh axes at once.
 _ALONG_SEVERAL = ('collective-permute', 'all-to-all')
-_LESS, _MORE = 0.995, 1.01  # a change lowers a figure to this share, and raises others to this one
-
-Exchanges = tuple[tuple[Collective, Cause | None], ...]
-
-
-Key = tuple[str, tuple[str, ...], tuple[str, ...], str]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured:
-    """A compiled function, per device and call.
-
-    Attributes:
-      sent: the bytes that a device sends.
-      peak: the peak of its memory, in bytes.
-      seconds: the forecast time; None if the chip has no model.
-      exchanges: the bytes of its exchanges.
-    """
-
-    sent: float
-    peak: int
-    seconds: float | None
-    exchanges: Mapping[Key, float]
-
-    def is_better(self, before: Measured) -> bool:
-        """Whether it lowers a figure of another one, and raises none by more than 1%."""
-        pairs = [(self.sent, before.sent), (self.peak, before.peak)]
-        if self.seconds is not None and before.seconds is not None:
-            pairs.append((self.seconds, before.seconds))
-        lower = any(after < _LESS * figure for after, figure in pairs)
-        return lower and all(after <= _MORE * figure for after, figure in pairs)
-
-
-def measure_costs(costs: ProgramCosts, seconds: float | None) -> Measured:
-    """The figures of a compiled function.
-
-    Args:
-      costs: its costs.
-      seconds: its forecast time.
-    """
-    exchanges: dict[Key, float] = collections.defaultdict(float)
-    for one in costs.collectives:
-        exchanges[key_of(one)] += one.total_bytes
-    return Measured(
-        sent=sum(exchanges.values()),
-        peak=costs.memory.peak if costs.memory is not None else costs.at_peak.nbytes,
-        seconds=seconds,
-        exchanges=dict(exchanges),
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Variant:
-    """A change that lowers what a function sends or holds, by formula or by compiling.
-
-    Attributes:
-      candidate: the change.
-      estimate: the function with it, by formula.
-      saved: the share of the bytes that it saves, weighed.
-      vanished: the exchanges that are gone, by formula.
-      compiled: what it does to the compiled program; None if that was not tried.
-      gone: the exchanges of the compiled program that are gone.
-    """
-
-    candidate: Candidate
-    estimate: Estimate
-    saved: float
-    vanished: dict[Sent, float]
-    compiled: Effect | None = None
-    gone: frozenset[Key] = frozenset()
-
-    @property
-    def change(self) -> Change:
-        """The change."""
-        return self.candidate.change
-
-
-def key_of(collective: Collective) -> Key:
-    """What an exchange of one compilation has in common with the same of another one."""
-    return collective.kind, collective.axes, collective.arrays, collective.source
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Advised:
-    """The exchanges of a function with what is known of the changes that were tried.
-
-    Attributes:
-      base: the function as it is, by formula.
-      variants: the changes that help, the best first.
-      subject: the function.
-      rows_axes: the mesh axes over which the rows of the batch are sharded, or should be.
-      missing_specs: what is gathered for shard_maps and need not be.
-    """
-
-    base: Estimate
-    variants: tuple[Variant, ...]
-    subject: Subject
-    rows_axes: Axes
-    missing_specs: tuple[MissingSpec, ...] = ()
-
-
-def find_variants(
-    call: TracedCall,
-    laid_out: TracedProgram,
-    rows: Sequence[PlanRow | None],
-    explanation: Explanation,
-    mesh: Mesh,
-    *,
-    chip: Chip | None = None,
-) -> Advised:
-    """Estimates a function with the changes that may help, and keeps those that do.
-
-    Args:
-      call: the trace of the function.
-      laid_out: the same, with the layout of its arrays.
-      rows: the layout of each array of the arguments.
-      explanation: the causes of its exchanges, whose changes are tried, too.
-      mesh: the mesh.
-      chip: the chip.
-    """
-    traced, possible = explanation.traced, explanation.possible
-    subject = make_subject(call, mesh, rows, traced)
-    base = estimate_program(laid_out, chip)
-    assert base is not None
-    candidates = Candidates(subject, traced, possible, base.equations)
-    budget = min(_MOST, max(_FEWEST, _STEPS // max(count_steps(laid_out.block), 1)))
-    tried: dict[str, Variant | None] = {}
-
-    def attempt(candidate: Candidate) -> Variant | None:
-        name = str(candidate.change)
-        if name not in tried:
-            tried[name] = None
-            if len(tried) <= budget:
-                tried[name] = _estimate(subject, candidate, base, laid_out, chip)
-        return tried[name]
-
-    if base.sent:
-        for candidate in candidates.of_state():
-            attempt(candidate)
-        ranked = [
-            *candidates.of_constraints(),
-            *candidates.of_parameters(),
-            *((0.7 * weight, one) for weight, one in candidates.of_missing()),
-            *_of_causes(explanation),
-        ]
-        ranked.sort(key=lambda pair: -pair[0])
-        for _, candidate in ranked[: max(budget - len(tried) - min(_FEWEST, budget // 2), 0)]:
-            attempt(candidate)
-        _refine(candidates, attempt, tried)
-    found = sorted((v for v in tried.values() if v is not None), key=lambda v: -v.saved)
-    return Advised(
-        base=base,
-        variants=tuple(found),
-        subject=subject,
-        rows_axes=candidates.rows_axes,
-        missing_specs=find_missing_specs(laid_out),
-    )
-
-
-def _of_causes(explanation: Explanation) -> Iterator[tuple[float, Candidate]]:
-    """The changes of the causes of the compiled exchanges."""
-    for collective, cause in explanation.collectives:
-        for number, change in enumerate(cause.all_changes if cause else ()):
-            if isinstance(change, ConstraintChange | ConstraintRemoval):
-                yield collective.total_bytes / (2 + number), Candidate(change)
-
-
-def _refine(
-    candidates: Candidates,
-    attempt: Callable[[Candidate], Variant | None],
-    tried: dict[str, Variant | None],
-) -> None:
-    """Tries other layouts at the line of the best constraint, and the two best changes together."""
-    best = _best(tried.values())
-    for candidate in candidates.around(None if best is None else best.change):
-        attempt(candidate)
-    best = _best(tried.values())
-    others = sorted((v for v in tried.values() if v is not None), key=lambda v: -v.saved)
-    for other in others[:4]:
-        if best is None or other is best or other.saved < best.saved / 4:
-            continue
-        try:
-            both = join_changes(best.change, other.change)
-        except ValueError:  # they change the same line or argument
-            continue
-        keeps = best.candidate.keeps_layout and other.candidate.keeps_layout
-        joined = attempt(Candidate(both, keeps_layout=keeps))
-        if joined is not None and joined.saved <= _JOINED * best.saved:
-            tried[str(both)] = None
-
-
-def _best(variants: Iterable[Variant | None]) -> Variant | None:
-    return max((v for v in variants if v is not None), key=lambda v: v.saved, default=None)
-
-
-def _estimate(
-    subject: Subject,
-    candidate: Candidate,
-    base: Estimate,
-    laid_out: TracedProgram,
-    chip: Chip | None,
-) -> Variant | None:
-    """The function with a change by formula, or None if the change does not help."""
-    try:
-        call = with_change(subject, candidate.change)
-    except ValueError:  # no line or argument is as the change says
-        return None
-    if call is None:
-        return None
-    # Constraints are tried to send less, and layouts of a state also to hold less.
-    least = _HELD if isinstance(candidate.change, StateChange) else _SENT
-    estimate = estimate_call(
-        call, subject.mesh, laid_out.slices or None, chip, most=least * base.cost
-    )
-    if estimate is None or not estimate.is_better(base):
-        return None
-    saved = max(estimate.saved(base), 0.0) + 0.1 * (base.peak - estimate.peak) / base.peak
-    saved *= _REMOVED if isinstance(candidate.change, ConstraintRemoval) else 1
-    saved *= _KEPT if candidate.keeps_layout else 1
-    return Variant(
-        candidate=candidate, estimate=estimate, saved=saved, vanished=estimate.vanished(base)
-    )
 
 
 def advise(
@@ -343,51 +96,6 @@ def _may_be_gone(collective: Collective, evidence: Evidence | None, variant: Var
     return any(axes & {*sent.axes} and sent.shape == shape for sent in variant.vanished)
 
 
-def compile_variants(
-    explanation: Explanation,
-    advised: Advised,
-    before: Measured,
-    measure: Callable[[TracedCall], Measured | None],
-    most: int = 3,
-) -> Advised:
-    """Compiles the function with the best changes, and leaves out those that do not help.
-
-    Args:
-      explanation: the causes of the exchanges.
-      advised: the changes that help by formula.
-      before: the function as it is.
-      measure: compiles a function; None if it cannot be compiled.
-      most: the number of compilations at most.
-    """
-    kept: list[Variant] = []
-    for number, variant in enumerate(advised.variants):
-        if number >= most:  # it does less than those that were compiled
-            break
-        call = with_change(advised.subject, variant.change)
-        after = None if call is None else measure(call)
-        if after is not None and after.is_better(before):
-            gone = {k for k, n in before.exchanges.items() if after.exchanges.get(k, 0) < n / 2}
-            effect = Effect(
-                sent=(before.sent, after.sent),
-                peak=(before.peak, after.peak),
-                seconds=None
-                if before.seconds is None or after.seconds is None
-                else (before.seconds, after.seconds),
-            )
-            kept.append(dataclasses.replace(variant, compiled=effect, gone=frozenset(gone)))
-    kept.sort(key=lambda v: (v.compiled is None, -_saved(v)))
-    return dataclasses.replace(advised, variants=tuple(kept))
-
-
-def _saved(variant: Variant) -> float:
-    """The bytes that a compiled change saves, or the share by formula."""
-    if variant.compiled is None:
-        return variant.saved
-    (sent, sends), (held, holds) = variant.compiled.sent, variant.compiled.peak
-    saved = sent - sends + 0.1 * (held - holds)
-    return saved * (_REMOVED if isinstance(variant.change, ConstraintRemoval) else 1)
-
-
 def _without_changes(
     cause: Cause | None, evidence: Evidence | None, advised: Advised
 ) -> Cause | None:
@@ -437,20 +145,32 @@ def _with_variant(cause: Cause, variant: Variant, advised: Advised, *, needed: b
         sent=(base.sent, variant.estimate.sent), peak=(base.peak, variant.estimate.peak)
     )
     first = change.parts[0] if isinstance(change, JoinedChange) else change
-    source, array = cause.source, cause.array
+    source, array, why = cause.source, cause.array, cause.why
     if isinstance(first, ConstraintChange | ConstraintRemoval):
         source = first.source
     elif isinstance(first, LayoutChange):
         array = first.path or array
     elif isinstance(first, StateChange) and first.layouts:
         array = first.layouts[0][0]
+        why += _of_moment(array, advised)
     return dataclasses.replace(
         cause,
         source=source,
         array=array,
+        why=why,
         change=str(change),
         confirmed=True if variant.compiled is not None else None,
         avoidable=variant.candidate.keeps_layout and not needed,
         effect=effect,
         all_changes=(change, *(c for c in cause.all_changes if c != change)),
     )
+
+
+def _of_moment(path: str, advised: Advised) -> str:
+    """Says that an array of the optimizer is laid out unlike its parameter; '' for others."""
+    rows = advised.subject.by_path
+    owner = rows.get(advised.subject.parameter_of.get(path, ''))
+    if owner is None:
+        return ''
+    mine, theirs = (spec_text(axes_of_row(row)) for row in (rows[path], owner))
+    return f'; {path} is laid out as {mine}, and its parameter {owner.path} as {theirs}'

@@ -28,12 +28,12 @@ from meshwright.causes.cause import (
 )
 from meshwright.causes.layouts import axes_of_row
 from meshwright.causes.possible_changes import PossibleChanges
+from meshwright.causes.wording import spec_text
 from meshwright.jaxpr.naming import TracedValues
 from meshwright.jaxpr.primitives import CONSTRAINTS
 from meshwright.jaxpr.values import Axes, Value
 from partitioning.plan.rows import PlanRow
 from partitioning.products.flops import PRODUCTS
-from partitioning.rules import from_tuple
 
 _NEAR = 40  # values around an exchange that are looked at
 _MADE = PRODUCTS | {'gather', 'add', 'custom_vjp_call', 'reduce_sum'}
@@ -124,7 +124,7 @@ class Candidates:
             layouts=tuple((m.path, axes_of_row(o)) for m, o in pairs),
             results=(),
             text=(
-                f'lay out {moment.path} as {_spec(axes_of_row(owner))}, like its parameter '
+                f'lay out {moment.path} as {spec_text(axes_of_row(owner))}, like its parameter '
                 f'{owner.path}{more}'
             ),
         )
@@ -148,7 +148,7 @@ class Candidates:
         return StateChange(
             layouts=(),
             results=tuple((n, axes_of_row(r)) for n, r in found),
-            text=f'return {row.path} as {_spec(axes_of_row(row))}, like the argument{more}',
+            text=f'return {row.path} as {spec_text(axes_of_row(row))}, like the argument{more}',
         )
 
     def _batches(self) -> Iterator[StateChange]:
@@ -167,7 +167,7 @@ class Candidates:
             if self._possible.layouts.divides(wanted, largest.shape[0]):
                 layouts = tuple((r.path, (wanted, *_without(r, wanted))) for r in same)
                 paths = ' and '.join(r.path for r in same[:3])
-                text = f'shard the rows of the batch: lay out {paths} as {_spec(layouts[0][1])}'
+                text = f'shard the rows of the batch: lay out {paths} as {spec_text(layouts[0][1])}'
                 yield StateChange(layouts=layouts, results=(), text=text)
 
     # Constraints
@@ -327,7 +327,3 @@ def _constraint(value: Value, layout: Layout, *, replaces: bool = False) -> Cons
         layout=layout,
         replaces=replaces,
     )
-
-
-def _spec(layout: Layout) -> str:
-    return f'PartitionSpec({", ".join(repr(from_tuple(axes)) for axes in layout)})'

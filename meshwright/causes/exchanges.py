@@ -214,25 +214,25 @@ def _explain_gathered_argument(move: Move) -> Cause:
     """The cause for an argument if a device needs more than its shard."""
     value, evidence, possible = move.value, move.evidence, move.possible
     layouts, path, rule = possible.layouts, value.argument, None
-    row = layouts.rows.get(path)
+    row, line = layouts.rows.get(path), evidence.used_at or possible.graph.first_use(path)
     changes = possible.other_layouts(path) if move.name is None else []
     if not set(evidence.axes) <= set(layouts.batch_axes):
         changes += possible.relax(evidence)
         changes += layouts.fewer_axes(move.name) if move.name else []
-        why = f'{move.split}, but the operation at {evidence.used_at} needs all of it'
+        why = f'{move.split}, but the operation at {line} needs all of it'
         return move.cause(why, changes)
     if row is not None and row.role == 'other':
         changes += possible.relax(evidence)
-        return move.cause(f'{move.split}, but {evidence.used_at} needs all of it', changes)
+        return move.cause(f'{move.split}, but {line} needs all of it', changes)
     why = (  # as FSDP does
-        f'expected: {move.split}, and each device needs all of it at {evidence.used_at} for its '
-        'rows'
+        f'expected: {move.split}, and each device needs all of it{f" at {line}" if line else ""} '
+        'for its rows'
     )
     if unused := [a for a in layouts.unused_by(row) if a not in layouts.batch_axes]:
         changes += possible.shard_more(path, but=evidence.axes)
         why += f'; it is whole along {over(unused)}'
         rule = layouts.rule_for(possible.whole_name(path, unused))
-    return move.cause(why, changes, rule=rule, suspect=bool(changes))
+    return move.cause(why, changes, rule=rule, suspect=bool(changes), source=line)
 
 
 def _of_a_parameter(move: Move) -> Cause | None:

@@ -26,10 +26,19 @@ class ValueGraph:
             for operand in value.operands:
                 for one in _with_origins(operand):
                     self._users[id(one)].append(value)
+        self._first_uses: dict[str, str] = {}
+        for value in traced.values:
+            for operand in value.operands if value.primitive not in MOVES else ():
+                if operand.argument and value.line:
+                    self._first_uses.setdefault(operand.argument, value.line)
         self._forward: dict[tuple[Any, ...], Value] = {}
         for value in traced.values:
             if not value.backward:
                 self._forward.setdefault((value.stack, value.shape), value)
+
+    def first_use(self, argument: str) -> str:
+        """The user's line that first computes with an argument, or ''."""
+        return self._first_uses.get(argument, '')
 
     def users(self, value: Value) -> Sequence[Value]:
         """The values that are computed from a value."""

@@ -26,6 +26,7 @@ def what_makes(value: Value) -> str:
     at = f' at {line}' if line else ''
     arguments = list(dict.fromkeys(o.argument for o in value.operands if o.argument))
     used = f' with {arguments[0]}' if arguments else ''
+    used = f' of {arguments[0]} and {arguments[1]}' if len(arguments) > 1 else used
     backward = ', in the backward pass' if value.backward else ''
     if name in PRODUCTS:
         return f'the product{used or " of two activations"}{at}{backward}'

@@ -1,0 +1,62 @@
+"""A compiled function in figures, next to the same function with a change."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+
+from meshwright.program.collectives import Collective
+from meshwright.program.costs import ProgramCosts
+
+_LESS, _MORE = 0.995, 1.01  # a change lowers a figure to this share, and raises others to this one
+
+Key = tuple[str, tuple[str, ...], tuple[str, ...], str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A compiled function, per device and call.
+
+    Attributes:
+      sent: the bytes that a device sends.
+      peak: the peak of its memory, in bytes.
+      seconds: the forecast time; None if the chip has no model.
+      exchanges: the bytes of its exchanges.
+    """
+
+    sent: float
+    peak: int
+    seconds: float | None
+    exchanges: Mapping[Key, float]
+
+    def is_better(self, before: Measured) -> bool:
+        """Whether it lowers a figure of another one, and raises none by more than 1%."""
+        pairs = [(self.sent, before.sent), (self.peak, before.peak)]
+        if self.seconds is not None and before.seconds is not None:
+            pairs.append((self.seconds, before.seconds))
+        lower = any(after < _LESS * figure for after, figure in pairs)
+        return lower and all(after <= _MORE * figure for after, figure in pairs)
+
+
+def measure_costs(costs: ProgramCosts, seconds: float | None) -> Measured:
+    """The figures of a compiled function.
+
+    Args:
+      costs: its costs.
+      seconds: its forecast time.
+    """
+    exchanges: dict[Key, float] = collections.defaultdict(float)
+    for one in costs.collectives:
+        exchanges[key_of(one)] += one.total_bytes
+    return Measured(
+        sent=sum(exchanges.values()),
+        peak=costs.memory.peak if costs.memory is not None else costs.at_peak.nbytes,
+        seconds=seconds,
+        exchanges=dict(exchanges),
+    )
+
+
+def key_of(collective: Collective) -> Key:
+    """What an exchange of one compilation has in common with the same of another one."""
+    return collective.kind, collective.axes, collective.arrays, collective.source

@@ -1,0 +1,248 @@
+"""Finds the changes with which a function sends or holds less, by formula and by compiling."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from jax.sharding import Mesh
+
+from meshwright.advice.candidates import Candidate, Candidates
+from meshwright.advice.estimates import Estimate, Sent, count_steps, estimate_call, estimate_program
+from meshwright.advice.measuring import Key, Measured
+from meshwright.advice.shard_maps import MissingSpec, find_missing_specs
+from meshwright.advice.variants import Subject, make_subject, with_change
+from meshwright.causes.cause import (
+    Change,
+    ConstraintChange,
+    ConstraintRemoval,
+    Effect,
+    StateChange,
+    join_changes,
+)
+from meshwright.causes.explaining import Explanation
+from meshwright.jax_private import TracedCall
+from meshwright.jaxpr import TracedProgram
+from meshwright.jaxpr.values import Axes
+from partitioning.hardware import Chip
+from partitioning.plan.rows import PlanRow
+
+_STEPS = 9000  # the steps of all estimates together
+_FEWEST, _MOST = 6, 30  # estimates
+_SENT, _HELD = 0.98, 1.01  # the share of the bytes that a change may leave
+_JOINED = 1.25  # two changes are kept together if they save this many times more
+_REMOVED = 0.95  # the weight of leaving a constraint out: others may want it
+_KEPT = 1.1  # the weight of a change that keeps the layout of the parameters
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A change that lowers what a function sends or holds, by formula or by compiling.
+
+    Attributes:
+      candidate: the change.
+      estimate: the function with it, by formula.
+      saved: the share of the bytes that it saves, weighed.
+      vanished: the exchanges that are gone, by formula.
+      compiled: what it does to the compiled program; None if that was not tried.
+      gone: the exchanges of the compiled program that are gone.
+    """
+
+    candidate: Candidate
+    estimate: Estimate
+    saved: float
+    vanished: dict[Sent, float]
+    compiled: Effect | None = None
+    gone: frozenset[Key] = frozenset()
+
+    @property
+    def change(self) -> Change:
+        """The change."""
+        return self.candidate.change
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Advised:
+    """The exchanges of a function with what is known of the changes that were tried.
+
+    Attributes:
+      base: the function as it is, by formula.
+      variants: the changes that help, the best first.
+      subject: the function.
+      rows_axes: the mesh axes over which the rows of the batch are sharded, or should be.
+      missing_specs: what is gathered for shard_maps and need not be.
+    """
+
+    base: Estimate
+    variants: tuple[Variant, ...]
+    subject: Subject
+    rows_axes: Axes
+    missing_specs: tuple[MissingSpec, ...] = ()
+
+
+def find_variants(
+    call: TracedCall,
+    laid_out: TracedProgram,
+    rows: Sequence[PlanRow | None],
+    explanation: Explanation,
+    mesh: Mesh,
+    *,
+    chip: Chip | None = None,
+) -> Advised:
+    """Estimates a function with the changes that may help, and keeps those that do.
+
+    Args:
+      call: the trace of the function.
+      laid_out: the same, with the layout of its arrays.
+      rows: the layout of each array of the arguments.
+      explanation: the causes of its exchanges, whose changes are tried, too.
+      mesh: the mesh.
+      chip: the chip.
+    """
+    traced, possible = explanation.traced, explanation.possible
+    subject = make_subject(call, mesh, rows, traced)
+    base = estimate_program(laid_out, chip)
+    assert base is not None
+    candidates = Candidates(subject, traced, possible, base.equations)
+    budget = min(_MOST, max(_FEWEST, _STEPS // max(count_steps(laid_out.block), 1)))
+    tried: dict[str, Variant | None] = {}
+
+    def attempt(candidate: Candidate) -> Variant | None:
+        name = str(candidate.change)
+        if name not in tried:
+            tried[name] = None
+            if len(tried) <= budget:
+                tried[name] = _estimate(subject, candidate, base, laid_out, chip)
+        return tried[name]
+
+    if base.sent:
+        for candidate in candidates.of_state():
+            attempt(candidate)
+        ranked = [
+            *candidates.of_constraints(),
+            *candidates.of_parameters(),
+            *((0.7 * weight, one) for weight, one in candidates.of_missing()),
+            *_of_causes(explanation),
+        ]
+        ranked.sort(key=lambda pair: -pair[0])
+        for _, candidate in ranked[: max(budget - len(tried) - min(_FEWEST, budget // 2), 0)]:
+            attempt(candidate)
+        _refine(candidates, attempt, tried)
+    found = sorted((v for v in tried.values() if v is not None), key=lambda v: -v.saved)
+    return Advised(
+        base=base,
+        variants=tuple(found),
+        subject=subject,
+        rows_axes=candidates.rows_axes,
+        missing_specs=find_missing_specs(laid_out),
+    )
+
+
+def _of_causes(explanation: Explanation) -> Iterator[tuple[float, Candidate]]:
+    """The changes of the causes of the compiled exchanges."""
+    for collective, cause in explanation.collectives:
+        for number, change in enumerate(cause.all_changes if cause else ()):
+            if isinstance(change, ConstraintChange | ConstraintRemoval):
+                yield collective.total_bytes / (2 + number), Candidate(change)
+
+
+def _refine(
+    candidates: Candidates,
+    attempt: Callable[[Candidate], Variant | None],
+    tried: dict[str, Variant | None],
+) -> None:
+    """Tries other layouts at the line of the best constraint, and the two best changes together."""
+    best = _best(tried.values())
+    for candidate in candidates.around(None if best is None else best.change):
+        attempt(candidate)
+    best = _best(tried.values())
+    others = sorted((v for v in tried.values() if v is not None), key=lambda v: -v.saved)
+    for other in others[:4]:
+        if best is None or other is best or other.saved < best.saved / 4:
+            continue
+        try:
+            both = join_changes(best.change, other.change)
+        except ValueError:  # they change the same line or argument
+            continue
+        keeps = best.candidate.keeps_layout and other.candidate.keeps_layout
+        joined = attempt(Candidate(both, keeps_layout=keeps))
+        if joined is not None and joined.saved <= _JOINED * best.saved:
+            tried[str(both)] = None
+
+
+def _best(variants: Iterable[Variant | None]) -> Variant | None:
+    return max((v for v in variants if v is not None), key=lambda v: v.saved, default=None)
+
+
+def _estimate(
+    subject: Subject,
+    candidate: Candidate,
+    base: Estimate,
+    laid_out: TracedProgram,
+    chip: Chip | None,
+) -> Variant | None:
+    """The function with a change by formula, or None if the change does not help."""
+    try:
+        call = with_change(subject, candidate.change)
+    except ValueError:  # no line or argument is as the change says
+        return None
+    if call is None:
+        return None
+    # Constraints are tried to send less, and layouts of a state also to hold less.
+    least = _HELD if isinstance(candidate.change, StateChange) else _SENT
+    estimate = estimate_call(
+        call, subject.mesh, laid_out.slices or None, chip, most=least * base.cost
+    )
+    if estimate is None or not estimate.is_better(base):
+        return None
+    saved = max(estimate.saved(base), 0.0) + 0.1 * (base.peak - estimate.peak) / base.peak
+    saved *= _REMOVED if isinstance(candidate.change, ConstraintRemoval) else 1
+    saved *= _KEPT if candidate.keeps_layout else 1
+    return Variant(
+        candidate=candidate, estimate=estimate, saved=saved, vanished=estimate.vanished(base)
+    )
+
+
+def compile_variants(
+    explanation: Explanation,
+    advised: Advised,
+    before: Measured,
+    measure: Callable[[TracedCall], Measured | None],
+    most: int = 3,
+) -> Advised:
+    """Compiles the function with the best changes, and leaves out those that do not help.
+
+    Args:
+      explanation: the causes of the exchanges.
+      advised: the changes that help by formula.
+      before: the function as it is.
+      measure: compiles a function; None if it cannot be compiled.
+      most: the number of compilations at most.
+    """
+    kept: list[Variant] = []
+    for number, variant in enumerate(advised.variants):
+        if number >= most:  # it does less than those that were compiled
+            break
+        call = with_change(advised.subject, variant.change)
+        after = None if call is None else measure(call)
+        if after is not None and after.is_better(before):
+            gone = {k for k, n in before.exchanges.items() if after.exchanges.get(k, 0) < n / 2}
+            effect = Effect(
+                sent=(before.sent, after.sent),
+                peak=(before.peak, after.peak),
+                seconds=None
+                if before.seconds is None or after.seconds is None
+                else (before.seconds, after.seconds),
+            )
+            kept.append(dataclasses.replace(variant, compiled=effect, gone=frozenset(gone)))
+    kept.sort(key=lambda v: (v.compiled is None, -_saved(v)))
+    return dataclasses.replace(advised, variants=tuple(kept))
+
+
+def _saved(variant: Variant) -> float:
+    """The bytes that a compiled change saves, or the share by formula."""
+    if variant.compiled is None:
+        return variant.saved
+    (sent, sends), (held, holds) = variant.compiled.sent, variant.compiled.peak
+    saved = sent - sends + 0.1 * (held - holds)
+    return saved * (_REMOVED if isinstance(variant.change, ConstraintRemoval) else 1)
