@@ -19,6 +19,7 @@ from typing import Any, Self
 from meshwright.jax_private import Replacement
 
 _WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_read_link = os.readlink  # a script sees another one
 _FOR_ALL = ('/dev', '/proc')
 
 
@@ -119,6 +120,7 @@ class Stores:
         @functools.wraps(original)
         def open_(file: Any, how: Any = 'r', *args: Any, **kwargs: Any) -> Any:
             how = kwargs.pop('mode', how) if writes is _writes_mode else how
+            file = _in_folder(file, kwargs)
             path = self.written(file) if writes(how) else self._newest(file)
             return original(path, how, *args, **kwargs)
 
@@ -132,6 +134,7 @@ class Stores:
     def _read(self, original: Any) -> Any:
         @functools.wraps(original)
         def read(path: Any, *args: Any, **kwargs: Any) -> Any:
+            path = _in_folder(path, kwargs)
             return original(self.seen(path), *args, **kwargs)
 
         return read
@@ -139,6 +142,7 @@ class Stores:
     def _write(self, original: Any) -> Any:
         @functools.wraps(original)
         def write(path: Any, *args: Any, **kwargs: Any) -> Any:
+            path = _in_folder(path, kwargs)
             return original(self.written(path), *args, **kwargs)
 
         return write
@@ -146,6 +150,7 @@ class Stores:
     def _remove(self, original: Any) -> Any:
         @functools.wraps(original)
         def remove(path: Any, *args: Any, **kwargs: Any) -> Any:
+            path = _in_folder(path, kwargs)
             return None if self.removed(path) else original(self.shadow(path), *args, **kwargs)
 
         return remove
@@ -153,6 +158,8 @@ class Stores:
     def _move(self, original: Any) -> Any:
         @functools.wraps(original)
         def move(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+            source = _in_folder(source, kwargs, 'src_dir_fd')
+            target = _in_folder(target, kwargs, 'dst_dir_fd')
             if self._guarded(source) is None and self._guarded(target) is None:
                 return original(source, target, *args, **kwargs)
             return original(self.written(source), self.written(target), *args, **kwargs)
@@ -162,6 +169,7 @@ class Stores:
     def _mkdir(self, original: Any) -> Any:
         @functools.wraps(original)
         def mkdir(path: Any, *args: Any, **kwargs: Any) -> None:
+            path = _in_folder(path, kwargs)
             if self._guarded(path) is None or os.path.lexists(path):
                 return original(path, *args, **kwargs)
             return original(self.written(path), *args, **kwargs)
@@ -211,6 +219,15 @@ class _Entries:
 
     def close(self) -> None:
         pass
+
+
+def _in_folder(path: Any, options: dict[str, Any], name: str = 'dir_fd') -> Any:
+    """A path that is relative to an open folder, as a whole path; the folder leaves the options."""
+    folder = options.get(name)
+    if folder is None or isinstance(path, int):
+        return path
+    del options[name]
+    return os.path.join(_read_link(f'/proc/self/fd/{folder}'), os.fsdecode(path))
 
 
 def _writes_mode(mode: str) -> bool:

@@ -81,6 +81,26 @@ def test_stores_are_not_written(run_dry):
     assert 'gs://no-such-bucket/runs' in out.partition('not written:')[2]
 
 
+TEMPORARY = """
+import os, pathlib, tempfile
+with tempfile.TemporaryDirectory() as folder:
+    inside = pathlib.Path(folder, 'a', 'b')
+    inside.mkdir(parents=True)
+    (inside / 'c.txt').write_text('hello')
+    here = os.open(inside, os.O_RDONLY)
+    print(os.stat('c.txt', dir_fd=here).st_size)
+    os.remove('c.txt', dir_fd=here)
+    os.close(here)
+print(os.path.exists(folder))
+step(w, x)
+"""
+
+
+def test_temporary_folders_are_removed(run_dry):
+    status, out, _ = run_dry(TEMPORARY)
+    assert status == 0 and out.startswith('5\nFalse\n') and 'not written' not in out
+
+
 PROCESSES = """
 from jax.experimental import multihost_utils
 by_process = sorted(jax.devices(), key=lambda device: device.process_index)
