@@ -142,7 +142,7 @@ def list_meshes(count: int, axes: Axes) -> Iterator[dict[str, int]]:
 def _sizes(axis: str, given: int | Sequence[int], divisors: Sequence[int]) -> Iterable[int]:
     if given == -1:
         return divisors
-    sizes = [given] if isinstance(given, int) else list(given)
+    sizes: list[Any] = list(given) if isinstance(given, list | tuple | range) else [given]
     if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
         raise ValueError(f'the axis {axis!r} has sizes {given!r}: write -1, a size, or a list')
     return sizes

@@ -95,6 +95,7 @@ def test_the_programs_run(page, run_on, tmp_path, monkeypatch, traces):
 @pytest.mark.parametrize(
     'guide',
     [
+        'any_jax_program',
         'export',
         'forecast',
         'layout_tests',

@@ -45,10 +45,10 @@ def show_time(forecast: Forecast) -> Html:
 
 def no_time(forecast: Forecast) -> str:
     """Why a forecast has no time."""
-    if forecast.back_end in ('none', 'cpu'):
-        return 'nothing was compiled for this machine'
     if not forecast.memory.analytic_peak:
         return 'there is no trace of the program'
+    if forecast.back_end in ('none', 'cpu'):
+        return 'nothing was compiled for this machine'
     return 'there is no step-time model of this chip'
 
 
