@@ -8,12 +8,14 @@ of all parameters, and that sends less and needs no more of anything else.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 
-from meshwright.advice.estimates import shape_of
+from meshwright.advice.estimates import Sent, shape_of
 from meshwright.advice.measuring import key_of
 from meshwright.advice.searching import Advised, Variant
 from meshwright.causes.cause import (
     Cause,
+    Change,
     CodeChange,
     ConstraintChange,
     ConstraintRemoval,
@@ -46,7 +48,7 @@ def advise(
     made = [(c, _without_changes(cause, e, advised)) for (c, cause), e in pairs]
     taken: set[int] = set()
     order = sorted(range(len(pairs)), key=lambda n: -pairs[n][0][0].total_bytes)
-    for variant in advised.variants:
+    for variant in _distinct(advised.variants):
         left = [n for n in order if n not in taken]
         if variant.compiled is None:
             left = [n for n in left if not _is_needed(pairs[n][1], advised)]
@@ -77,6 +79,9 @@ def _is_gone(
     value, axes = evidence.value, set(collective.axes)
     shape = shape_of(value)
     lines = {cause.source, evidence.made_at, evidence.used_at, collective.source}
+    if {cause.source, cause.array} & {*_concerned(variant.change)}:
+        # The compiler may exchange another array of the same line.
+        return any(axes == {*sent.axes} for sent in variant.vanished)
     # The layout of a result has no line: it moves what updates the state.
     is_state = bool(value.update_of) or evidence.result is not None
     return any(
@@ -88,12 +93,40 @@ def _is_gone(
     )
 
 
+def _distinct(variants: Sequence[Variant]) -> Iterator[Variant]:
+    """The changes without those that are for what a better one removes already."""
+    places, gone = set[str](), set[Sent]()
+    for variant in variants:
+        own = {*_concerned(variant.change)}
+        total = sum(variant.vanished.values())
+        rest = sum(n for sent, n in variant.vanished.items() if sent not in gone)
+        if places & own or 2 * rest < total:
+            continue
+        yield variant
+        places |= own
+        gone |= {*variant.vanished}
+
+
+def _concerned(change: Change) -> Iterator[str]:
+    """The lines of the constraints that a change concerns, and the paths of the arguments."""
+    for part in change.parts if isinstance(change, JoinedChange) else (change,):
+        if isinstance(part, ConstraintChange | ConstraintRemoval):
+            yield part.source
+        elif isinstance(part, LayoutChange):
+            yield from (part.path, *part.likewise)
+        elif isinstance(part, StateChange):
+            yield from (path for path, _ in part.layouts)
+
+
 def _may_be_gone(collective: Collective, evidence: Evidence | None, variant: Variant) -> bool:
     """Whether an exchange may be one of those that are gone by formula, seen otherwise."""
     if evidence is None or evidence.value is None:
         return False
     axes, shape = {*collective.axes}, shape_of(evidence.value)
-    return any(axes & {*sent.axes} and sent.shape == shape for sent in variant.vanished)
+    is_sum = collective.kind in ('all-reduce', 'reduce-scatter')
+    return any(
+        axes & {*sent.axes} and (sent.shape == shape or not is_sum) for sent in variant.vanished
+    )
 
 
 def _without_changes(
