@@ -7,14 +7,18 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from meshwright.program.collectives import Groups, MeshAxes
+from meshwright.program.collectives import Groups, MeshAxes, device_ids
+from meshwright.program.hlo_text import numbers_in
 
 # `sdy.mesh @mesh = <["data"=4, "model"=2], device_ids=[...]>`, also in the attributes of HLO.
 _OF_SHARDY = re.compile(
-    r'(?:sdy\.mesh @\S+ = |#sdy\.mesh)<\[([^\]]*)\](?:, device_ids=\[([^\]]*)\])?>'
+    r'(?:sdy\.mesh @(?P<name>\S+) = |#sdy\.mesh)'
+    r'<\[(?P<axes>[^\]]*)\](?:, device_ids=\[(?P<ids>[^\]]*)\])?>'
 )
-# `replica_groups=mesh['data'=4,'model'=2] {'data'}`.
-_OF_GROUPS = re.compile(r'replica_groups=mesh\[([^\]]*)\]')
+# `replica_groups=mesh['data'=4,'model'=2] {'data'}`, and the same in `sharding={mesh[...], ...}`.
+_OF_HLO = re.compile(
+    r'(?:replica_groups=|sharding=\{)mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\),? )?'
+)
 _AXIS = re.compile(r"""\\?["']([^"'\\]*)\\?["']\s*=\s*(\d+)""")
 _UNNAMED = re.compile(r'_?axis_\d+')
 
@@ -65,17 +69,24 @@ def find_mesh(texts: Iterable[str], num_devices: int | None = None) -> MeshAxes 
     """
     found = []
     for text in texts:
-        for axes, ids in _OF_SHARDY.findall(text):
-            order = tuple(int(n) for n in re.findall(r'\d+', ids))
-            found.append(MeshAxes(sizes=_sizes(axes), order=order))
-        for axes in dict.fromkeys(_OF_GROUPS.findall(text)):
+        found += [mesh for _, mesh in shardy_meshes(text)]
+        for axes, ids in dict.fromkeys(_OF_HLO.findall(text)):
             sizes = _sizes(axes)
             if not any(map(_UNNAMED.fullmatch, sizes)):
-                found.append(MeshAxes(sizes=sizes))
+                order = device_ids(ids, math.prod(sizes.values())) if ids else ()
+                found.append(MeshAxes(sizes=sizes, order=tuple(order)))
     totals = [math.prod(mesh.sizes.values()) for mesh in found]
     wanted = num_devices or max(totals, default=1)
     fitting = [mesh for mesh, total in zip(found, totals, strict=True) if total == wanted]
     return max(fitting, key=lambda m: sum(n > 1 for n in m.sizes.values()), default=None)
+
+
+def shardy_meshes(text: str) -> list[tuple[str, MeshAxes]]:
+    """The meshes that Shardy writes in a text, each with its name, or ''."""
+    return [
+        (one['name'] or '', MeshAxes(sizes=_sizes(one['axes']), order=numbers_in(one['ids'] or '')))
+        for one in _OF_SHARDY.finditer(text)
+    ]
 
 
 def infer_mesh(groups: Iterable[Groups], num_devices: int) -> MeshAxes | None:

@@ -1,8 +1,9 @@
 """The shardings in the text of a program that XLA has not partitioned yet.
 
-Shardy writes axes, and XLA's older partitioner tiles of devices:
+Shardy and new versions of XLA write axes, and older ones tiles of devices:
 
     #sdy.sharding<@mesh, [{}, {"data", "model"}]>
+    {mesh['data'=4,'model'=2], [{}, {'data','model'}]}
     {devices=[1,8]<=[8]}
 """
 
@@ -21,7 +22,8 @@ from meshwright.program.hlo_text import ArrayType, numbers_in
 from partitioning.rules import from_tuple, spec_str
 
 _SHARDY = re.compile(r'<(?:@[^,<>]*|mesh<.*?>), \[(.*?)\](?:, \w+=\{[^}]*\})*>')
-_AXIS = re.compile(r'\\?"([^"\\]*)\\?"(?::\((\d+)\)(\d+))?')
+_MESH = re.compile(r'\{mesh\[[^\]]*\](?:, device_ids=\([^{]*\))?, \[(.*?)\](?:, \w+=\{[^}]*\})*\}')
+_AXIS = re.compile(r"""\\?["']([^"'\\]*)\\?["'](?::\((\d+)\)(\d+))?""")
 _TILES = re.compile(r'\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))(.*?)\}')
 
 
@@ -78,7 +80,7 @@ def describe_argument(name: str, array: ArrayType, layout: Layout | None) -> Sha
 
 def read_layout(text: str, mesh: MeshAxes | None) -> Layout | None:
     """Returns the layout in a text with a sharding of either kind, or None if it has none."""
-    if found := _SHARDY.search(text):
+    if found := _SHARDY.search(text) or _MESH.search(text):
         return _of_shardy(found[1], mesh)
     if found := _TILES.search(text):
         return _of_tiles(found, mesh)

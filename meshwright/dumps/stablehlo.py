@@ -11,8 +11,9 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from meshwright.dumps.mesh_sizes import shardy_meshes
 from meshwright.dumps.shardings import ShardedArray, describe_argument, read_layout
-from meshwright.program.collectives import RING_SHARES, Collective, Groups, MeshAxes
+from meshwright.program.collectives import RING_SHARES, Collective, Groups, MeshAxes, parse_groups
 from meshwright.program.hlo_text import DEVICE_MEMORY, ArrayType, numbers_in
 from meshwright.user_lines import user_line
 
@@ -26,6 +27,8 @@ _TENSOR = re.compile(r'tensor<((?:\d+x)*)([\w!.]+)[^>]*>')
 _GROUPS = re.compile(
     r'(?:replica_groups|source_target_pairs) = dense<(.*?)> : tensor<(\d+)x(\d+)xi64>'
 )
+_MESH_AXES = re.compile(r'replica_group_mesh_axes<mesh = @(\S+?), axes = \[(.*?)\]>')
+_AXIS = re.compile(r'name = "([^"]*)"(?:[^"]*?pre_size = (\d+), size = (\d+))?')
 _CONSTANT = re.compile(r'(%\S+) = (?:stablehlo|sdy)\.constant dense<(-?\d+)> : tensor<u?i\d+>')
 _COMPARE = re.compile(r'stablehlo\.compare\s+LT, (%[^\s,]+), (%[^\s,]+)')
 _LOCATION = re.compile(r'^#(loc\d*) = loc\((.*)\)$', re.MULTILINE)
@@ -88,7 +91,8 @@ def parse_stablehlo(text: str, mesh: MeshAxes | None) -> StableHlo:
     num_devices = 1
     for count in counts:
         num_devices *= int(count)
-    reader = _Reader(functions, dict(_LOCATION.findall(text)), mesh, num_devices)
+    meshes = dict(shardy_meshes(text))
+    reader = _Reader(functions, dict(_LOCATION.findall(text)), mesh, num_devices, meshes)
     collectives = tuple(reader.exchanges(main.regions[0], 1, ()))
     name = re.search(r'^module @"?([^\s"{]+)', text, re.MULTILINE)
     return StableHlo(
@@ -156,8 +160,9 @@ class _Reader:
         places: Mapping[str, str],
         mesh: MeshAxes | None,
         num_devices: int,
+        meshes: Mapping[str, MeshAxes],
     ):
-        self._functions, self._places = functions, places
+        self._functions, self._places, self._meshes = functions, places, meshes
         self._mesh, self._num_devices = mesh, num_devices
         self.unknown_loops = 0
 
@@ -205,7 +210,7 @@ class _Reader:
 
     def _describe(self, op: _Op, kind: str, times: int) -> Collective:
         text = f'{op.text} {op.tail}'
-        groups = _read_groups(text, self._num_devices)
+        groups = self._groups(text)
         size = len(groups[0])
         _, _, signature = text.rpartition(' : (')
         arrays = [_array(found) for found in _TENSOR.finditer(signature.partition(') -> ')[0])]
@@ -224,6 +229,20 @@ class _Reader:
             op_name=self._op_name(places[-1][1]) if places else '',
             source=user_line(stack),
         )
+
+    def _groups(self, text: str) -> Groups:
+        """The groups of an exchange: along mesh axes, or as lists of devices."""
+        found = _MESH_AXES.search(text)
+        if found is None or found[1] not in self._meshes:
+            return _read_groups(text, self._num_devices)
+        mesh = self._meshes[found[1]]
+        sizes = ','.join(f"'{name}'={size}" for name, size in mesh.sizes.items())
+        chosen = ','.join(
+            f"'{name}':({before}){size}" if size else f"'{name}'"
+            for name, before, size in _AXIS.findall(found[2])
+        )
+        ids = f', device_ids=({",".join(map(str, mesh.order))})' if mesh.order else ''
+        return parse_groups(f'replica_groups=mesh[{sizes}]{ids} {{{chosen}}}', self._num_devices)
 
     def _stack(self, place: str, depth: int = 0) -> Iterator[str]:
         """The 'file:line' of a place, and of its callers."""

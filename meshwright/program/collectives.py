@@ -262,14 +262,19 @@ def _groups_of_mesh(mesh: str, ids: str | None, chosen: str) -> Groups:
         for low, high in itertools.pairwise(cuts):
             parts.append((high // low, any(first <= low < last for first, last in spans)))
     sizes = [size for size, _ in parts]
-    devices = np.array(_device_ids(ids, math.prod(sizes))).reshape(sizes)
+    devices = np.array(device_ids(ids, math.prod(sizes))).reshape(sizes)
     inner = [i for i, (_, inside) in enumerate(parts) if inside]
     outer = [i for i, (_, inside) in enumerate(parts) if not inside]
     return _rows(devices.transpose(*outer, *inner).reshape(-1, math.prod(sizes[i] for i in inner)))
 
 
-def _device_ids(text: str | None, count: int) -> Sequence[int]:
-    """The devices of a mesh: `7,6,5,4` or `[2,4]T(1,0)`, by default in ascending order."""
+def device_ids(text: str | None, count: int) -> Sequence[int]:
+    """The devices of a mesh: `7,6,5,4` or `[2,4]T(1,0)`, by default in ascending order.
+
+    Args:
+      text: how the text of a program writes them, or None.
+      count: the number of devices.
+    """
     if text is None:
         return range(count)
     if found := re.match(r'\[([\d,]+)\]T\(([\d,]+)\)', text):

@@ -170,7 +170,7 @@ def parse_hlo(text: str) -> HloProgram:
         elif _INSTRUCTION.match(line):
             try:
                 instruction = _parse_instruction(line)
-            except ValueError as error:
+            except (IndexError, ValueError) as error:
                 raise ValueError(f'the text is cut off in {line.strip()[:60]!r}') from error
             instructions[instruction.name] = instruction
     if name:
