@@ -1,6 +1,7 @@
 """Findings of plain programs: one for each seeded fault, and none for well-written programs."""
 
 import functools
+import linecache
 import re
 
 import jax
@@ -12,6 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import meshwright as mw
+from tests.code_blocks import ROOT, read_blocks
 from tests.meshwright.plain_steps import line_of
 
 ROWS, LENGTH, WIDTH, HEADS, HIDDEN, VOCAB = 16, 16, 64, 8, 256, 512
@@ -373,3 +375,28 @@ def test_modules_of_equinox():
     found = mw.lint(step, cut, x, compile=False)
     assert [f.kind for f in found] == ['cut product', 'not donated']
     assert 'model/layers/0/weight' in found[0].message
+
+
+def test_the_program_of_the_readme(monkeypatch):
+    """What the readme shows of its program is what is found, and its two changes mend it."""
+    blocks = read_blocks('README.md')
+    [number] = [n for n, block in enumerate(blocks) if block.language == 'py']
+    program, shown = blocks[number].code, blocks[number + 2].code
+    assert len(program.splitlines()) <= 17
+    # The arrays are abstract, and nothing runs.
+    program = program.partition('for _ in range')[0]
+    program = program.replace('jax.device_put(jnp.ones(shape), ', 'struct(shape, ')
+
+    def findings(code):
+        names = {'struct': lambda shape, s: jax.ShapeDtypeStruct(shape, 'float32', sharding=s)}
+        exec(compile(code, 'train.py', 'exec'), names)
+        monkeypatch.setitem(linecache.cache, 'train.py', (0, None, code.splitlines(True), ''))
+        found = mw.lint(names['train_step'], names['params'], names['batch'], compile=False)
+        return [f'train_step: {finding}' for finding in found]
+
+    assert ' '.join(['findings:', *findings(program)]) == ' '.join(shown.split())
+    mended = program.replace("8192), 'model')", "8192), None, 'model')")
+    mended = mended.replace('@jax.jit\n', "@jax.jit(donate_argnames='params')\n")
+    assert mended != program and not findings(mended)
+    text = (ROOT / 'README.md').read_text()
+    assert "`put((2048, 8192), None, 'model')`, and `@jax.jit(donate_argnames='params')`" in text
