@@ -21,6 +21,8 @@ from meshwright.program.peak_memory import PeakMemory, find_peak
 from meshwright.program.visits import Visit, loops_of_unknown_length, visit_program
 from meshwright.user_lines import user_line
 
+# What marks the arrays that a program cuts by hand, in a shard_map.
+_BY_HAND = ('SPMDFullToShardShape', 'xla.sdy.GlobalToLocalShape')
 _CALLED = ('calls', 'to_apply', 'body', 'condition', 'branch_computations')
 
 
@@ -110,12 +112,19 @@ def arguments_bytes(hlo: Hlo) -> int:
 
 
 def _stage_of(program: HloProgram) -> Stage:
+    """How far a program is compiled.
+
+    Parameters keep their shardings after partitioning. Then there are exchanges, which before it
+    only stand where a program cuts its arrays by hand.
+    """
     if 'is_scheduled=true' in program.header:
         return 'compiled'
+    instructions = [i for c in program.computations.values() for i in c.instructions.values()]
+    cut_by_hand = any(word in i.attributes for i in instructions for word in _BY_HAND)
+    if '_spmd' in program.entry.name or (any(map(_exchanges, instructions)) and not cut_by_hand):
+        return 'partitioned'
     parameters = [i for i in program.entry.instructions.values() if i.opcode == 'parameter']
     is_sharded = any(re.search(r'\bsharding=', i.attributes) for i in parameters)
-    if '_spmd' in program.entry.name:
-        return 'partitioned'
     asks = 'xla.sdy.meshes' in program.header or is_sharded
     return 'not partitioned' if asks or program.num_devices > 1 else 'partitioned'
 

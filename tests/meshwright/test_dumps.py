@@ -247,6 +247,19 @@ def test_asynchronous_exchanges_in_loops(started, direction, count, write):
     assert ('length of a loop' in dump_table(program)) == (direction == 'NE')
 
 
+def test_a_partitioned_program_is_told_by_its_exchanges(write):
+    """Its parameters keep their shardings, as in a dump of MaxText for four GPUs."""
+    text = WRAPPED.replace('is_scheduled=true, ', '').replace('DIRECTION', 'LT')
+    text = text.replace('STARTED', 'async-start(%x), calls=%inner')
+    text = text.replace(
+        '%q = f32[16]{0} parameter(0)', '%q = f32[16] parameter(0), sharding={devices=[8]<=[8]}'
+    )
+    program = read_dump(write(text))
+    assert (program.stage, program.arguments, program.arguments_bytes) == ('partitioned', (), 64)
+    assert program.collectives[0].count == 5 and program.peak is None
+    assert 'partitioned, and not optimized' in dump_table(program)
+
+
 def test_replicas_are_devices(write):
     text = WRAPPED.replace('num_partitions=8', 'replica_count=8').replace('DIRECTION', 'LT')
     text = text.replace('STARTED', 'async-start(%x), calls=%inner')
