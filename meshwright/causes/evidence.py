@@ -44,6 +44,7 @@ class Evidence:
       made_at: the user's line that makes the value.
       used_at: the user's line that needs the result.
       path: the path of the jax operation.
+      dtype: the type of its elements, as XLA writes it.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class Evidence:
     made_at: str = ''
     used_at: str = ''
     path: str = ''
+    dtype: str = ''
 
     @property
     def moved(self) -> Dim | None:
@@ -111,6 +113,7 @@ def find_evidence(
         made_at=(matcher.source_of(maker.instruction) if maker else '') or own_line,
         used_at=used_at or own_line,
         path=collective.op_name,
+        dtype=arrays[0].dtype,
     )
 
 

@@ -30,7 +30,7 @@ from meshwright.causes.evidence import Evidence
 from meshwright.causes.layouts import axes_of_row
 from meshwright.causes.possible_changes import PossibleChanges
 from meshwright.causes.value_graph import lacks
-from meshwright.causes.whole_dimensions import written_for, written_otherwise
+from meshwright.causes.whole_dimensions import cast_late, written_for, written_otherwise
 from meshwright.causes.wording import in_words, name_dim, say_layout, say_rows, what_makes
 from meshwright.jaxpr.implied_exchanges import KINDS
 from meshwright.jaxpr.primitives import names_in
@@ -129,6 +129,11 @@ def explain_exchange(evidence: Evidence, possible: PossibleChanges) -> Cause:
             why=f'an {evidence.kind} over {over(evidence.axes)}',
         )
     move, operation = Move(evidence, value, possible), evidence.path.rpartition('/')[2]
+    if evidence.kind == 'all-gather':
+        late = list(cast_late(value, possible.graph, evidence.dtype))
+        if late:
+            why = f'{move.split}, and is gathered in {value.dtype}, but used in a smaller type'
+            return move.cause(why, late, asked_for=True, source=late[0].source)
     if operation in KINDS:  # a program can ask for these by themselves
         return move.cause(
             f'the program asks for it with jax.lax.{operation}',

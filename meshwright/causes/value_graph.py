@@ -26,6 +26,10 @@ class ValueGraph:
             for operand in value.operands:
                 for one in _with_origins(operand):
                     self._users[id(one)].append(value)
+        self._of_arguments: dict[str, list[Value]] = collections.defaultdict(list)
+        for value in traced.values:
+            for path in {o.argument for o in value.operands if o.argument}:
+                self._of_arguments[path].append(value)
         self._first_uses: dict[str, str] = {}
         for value in traced.values:
             for operand in value.operands if value.primitive not in MOVES else ():
@@ -43,6 +47,10 @@ class ValueGraph:
     def users(self, value: Value) -> Sequence[Value]:
         """The values that are computed from a value."""
         return self._users.get(id(value), ())
+
+    def users_of_argument(self, path: str) -> Sequence[Value]:
+        """The values that are computed from an argument, or from its part for one layer."""
+        return self._of_arguments.get(path, ())
 
     def near(self, value: Value) -> Iterator[Value]:
         """Values that have the data of a value, before or after it, the near ones first."""

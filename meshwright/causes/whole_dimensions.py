@@ -8,12 +8,15 @@ from collections.abc import Iterator
 
 from meshwright.causes.cause import Change, CodeChange
 from meshwright.causes.layouts import KnownLayouts
+from meshwright.causes.value_graph import ValueGraph
 from meshwright.jaxpr.primitives import MOVES
-from meshwright.jaxpr.values import Value
+from meshwright.jaxpr.values import Value, item_size
 
 _RESIZED = 'an operation that does not cut or join a sharded dimension'
 _MERGED = 'an operation that does not merge a sharded dimension into the one before it'
 _RUNNING = 'an operation over blocks of the dimension'
+_GATHERING = ('all_gather', 'all_gather_invariant', 'sharding_constraint', 'reshard')
+_TYPES = {'float64': 'f64', 'float32': 'f32', 'bfloat16': 'bf16', 'float16': 'f16'}
 _STEPS = 6  # the number of moves between two values that are looked at
 _WHOLE = {
     'gather': 'a one-hot product, such as jnp.sum(x * jax.nn.one_hot(indices, x.shape[-1]), -1)',
@@ -32,6 +35,25 @@ def written_otherwise(value: Value, line: str, layouts: KnownLayouts) -> Iterato
         return
     if needed != _RESIZED or any(_is_sharded(value, dim, layouts) for dim in _resized(value)):
         yield CodeChange(source=line, text=f'write {needed} at {line}')
+
+
+def cast_late(value: Value, graph: ValueGraph, dtype: str) -> Iterator[CodeChange]:
+    """What to write in place of a gather whose result is only used after a cast to a smaller type.
+
+    Args:
+      value: the value that is gathered.
+      graph: its uses.
+      dtype: the type in which it is gathered, as XLA writes it.
+    """
+    for user in graph.users(value) or graph.users_of_argument(value.argument):
+        after = graph.users(user)
+        casts = [one for one in after if one.primitive == 'convert_element_type']
+        if user.primitive not in _GATHERING or not casts or len(casts) < len(after):
+            continue
+        cast = casts[0].dtype
+        if item_size(cast) < item_size(user.dtype) and dtype == _TYPES.get(str(user.dtype)):
+            what = f'cast to {cast} before {user.primitive} at {user.line}, in place of after it'
+            yield CodeChange(source=user.line, text=what)
 
 
 def written_for(user: Value, value: Value, dim: int | None) -> Iterator[CodeChange]:

@@ -216,3 +216,25 @@ def test_roles_follow_from_what_is_done_with_an_array():
         *['batch'] * 2,
     ]
     assert read_call(jax.jit(step), args).name == 'step'
+
+
+@pytest.mark.parametrize('is_late', [True, False])
+def test_a_cast_after_a_gather_is_found(is_late):
+    mesh = make_mesh()
+
+    def use(w):
+        if is_late:
+            return jax.lax.all_gather(w, 'data', tiled=True).astype('bfloat16')
+        return jax.lax.all_gather(w.astype('bfloat16'), 'data', tiled=True)
+
+    def step(w, x):
+        specs = {'mesh': mesh, 'in_specs': (P('data'), P('data')), 'out_specs': P('data')}
+        return jax.shard_map(lambda w, x: x @ use(w), **specs)(w, x)
+
+    w = jax.ShapeDtypeStruct((WIDTH, HIDDEN), 'float32', sharding=NamedSharding(mesh, P('data')))
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), 'bfloat16', sharding=NamedSharding(mesh, P('data')))
+    found = [cause for _, cause in advice(forecast(jax.jit(step), w, x))]
+    assert len(found) == is_late
+    for cause in found:
+        assert cause.change.startswith('cast to bfloat16 before all_gather at ')
+        assert cause.source.endswith(line_of(use, "'data', tiled=True).astype"))
