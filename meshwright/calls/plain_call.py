@@ -121,7 +121,7 @@ class PlainCall:
 
     @functools.cached_property
     def _paths(self) -> list[tuple[str, ...]]:
-        return _user_paths(self.fn, self.args, self._traced) or jax_paths(self._traced)
+        return user_paths(self.fn, self.args, self._traced) or jax_paths(self._traced)
 
     def with_args(self, args: tuple[Any, ...]) -> Self:
         """The call with other arguments."""
@@ -185,7 +185,7 @@ def hold(
     return HeldArray(row=row, role=role, nbytes=0 if on_host else row.bytes_per_device)
 
 
-def _user_paths(fn: Any, args: Sequence[Any], traced: TracedCall) -> list[tuple[str, ...]] | None:
+def user_paths(fn: Any, args: Sequence[Any], traced: TracedCall) -> list[tuple[str, ...]] | None:
     """The path of each array by the user's names; None if the order of the arrays is not theirs."""
     found = []
     names = _parameter_names(fn, len(args))

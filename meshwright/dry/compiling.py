@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from meshwright import jax_private
+from meshwright.calls.callers import named_by_caller
 from meshwright.dry.machine import Machine
 from meshwright.dry.stand_in import StandIn
 from meshwright.jaxpr.values import is_backward
@@ -138,11 +139,14 @@ class Compiling:
     def replacements(self) -> list[jax_private.Replacement]:
         """What to put in place of jax's own functions."""
         return [
-            jax_private.on_lower(self._lowered.__setitem__),
+            jax_private.on_lower(self._record),
             jax_private.on_compile(self._compile),
             *jax_private.on_run(self._runner),
             jax_private.on_call(self._context),
         ]
+
+    def _record(self, computation: Any, call: jax_private.TracedCall) -> None:
+        self._lowered[computation] = named_by_caller(call)
 
     def _compile(self, computation: Any, compile_now: Callable[[], Any]) -> Any:
         call = self._lowered.get(computation)

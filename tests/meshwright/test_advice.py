@@ -11,7 +11,9 @@ from plain_steps import line_of
 
 from meshwright import forecast, forecast_table
 from meshwright.calls.call import read_call
+from meshwright.calls.callers import named_by_caller
 from meshwright.calls.roles import find_roles
+from meshwright.jax_private import read_trace
 
 ROWS, WIDTH, HIDDEN = 512, 64, 512
 WHOLE = {'up': P(), 'down': P()}
@@ -238,3 +240,25 @@ def test_a_cast_after_a_gather_is_found(is_late):
     for cause in found:
         assert cause.change.startswith('cast to bfloat16 before all_gather at ')
         assert cause.source.endswith(line_of(use, "'data', tiled=True).astype"))
+
+
+def test_arrays_are_named_by_the_call_of_a_library_that_flattens_its_arguments():
+    """As `nnx.jit` and `eqx.filter_jit` do."""
+    seen = []
+
+    class Wrapped:
+        def __init__(self, fun):
+            functools.update_wrapper(self, fun)
+            self.jitted = jax.jit(lambda states: jax.tree.map(jnp.sin, states))
+
+        def __call__(self, *args):
+            def lower(states):
+                return seen.append(named_by_caller(read_trace(self.jitted.trace(states))))
+
+            return lower(jax.tree.leaves(args))
+
+    def step(model, x):
+        return model, x
+
+    Wrapped(step)({'layers': [{'kernel': jnp.zeros((2, 3))}]}, jnp.zeros(4))
+    assert seen[0].argument_names == ('model.layers.0.kernel', 'x')

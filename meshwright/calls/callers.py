@@ -1,0 +1,50 @@
+"""Names of the arguments of a function by the call that is being made of it.
+
+Libraries flatten what they pass to jax: `nnx.jit` and `eqx.filter_jit` give it arrays whose names
+are "model.states[0][3]". The call that the user has made has the models themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from meshwright.calls.plain_call import jax_paths, user_paths
+from meshwright.jax_private import TracedCall
+
+_MOST = 60  # frames that are looked at
+_FUNCTIONS = ('self', 'fun', 'fn', 'f')  # what the caller of a function calls it
+
+
+def named_by_caller(traced: TracedCall) -> TracedCall:
+    """A function that is being called, with the names of its arguments in the user's call.
+
+    The names of which the fewest end with a number count: "states[0][3]" says less than "kernel".
+    """
+    now = jax_paths(traced)
+    found = min([now, *_named(traced)], key=_count_numbers)
+    if found is now:
+        return traced
+    return dataclasses.replace(traced, argument_names=tuple('.'.join(path) for path in found))
+
+
+def _count_numbers(paths: list[tuple[str, ...]]) -> int:
+    return sum(not path or path[-1].isdigit() or 'args[' in path[0] for path in paths)
+
+
+def _named(traced: TracedCall) -> Iterator[list[tuple[str, ...]]]:
+    """The paths of the arrays in the arguments of each call around this one that has just them."""
+    frame: Any = sys._getframe(2)
+    for _ in range(_MOST):
+        if frame is None:
+            return
+        local = frame.f_locals
+        args = local.get('args')
+        if isinstance(args, tuple) and args:
+            callers = (local[name] for name in _FUNCTIONS if callable(local.get(name)))
+            for fn in callers:
+                if paths := user_paths(fn, args, traced):
+                    yield paths
+        frame = frame.f_back
