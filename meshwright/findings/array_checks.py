@@ -80,8 +80,6 @@ def _are_alike(facts: ProgramFacts, i: int, j: int) -> bool:
 
 def find_whole_batches(facts: ProgramFacts) -> Iterator[Finding]:
     """Batches whose rows could be divided along an axis, and are not."""
-    if not facts.weights and not any(facts.held[i].role == 'batch' for i in facts.batch):
-        return
     total = sum(map(facts.nbytes, facts.batch))
     used = {a for axes in facts.axes for own in axes for a in own}
     for axis, size in facts.sizes.items():
@@ -150,7 +148,7 @@ def _parameter_of(facts: ProgramFacts, i: int) -> int | None:
         if facts.block.inputs[j].shape == shape and j != i:
             scores[_shared_end(path, facts.path(j).split('/'))].append(j)
     best = max(scores, default=0)
-    return scores[best][0] if best and len(scores[best]) == 1 else None
+    return scores[best][0] if len(scores[best]) == 1 else None
 
 
 def _shared_end(one: Sequence[str], other: Sequence[str]) -> int:

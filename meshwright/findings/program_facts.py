@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from meshwright.calls.held import HeldArray
+from meshwright.calls.held import HeldArray, named_role
 from meshwright.calls.plain_call import jax_paths, parts_of_name
 from meshwright.findings.forward_layouts import ForwardLayouts
 from meshwright.findings.state_pairs import pair_state
@@ -113,11 +113,12 @@ class ProgramFacts:
     def batch(self) -> tuple[int, ...]:
         """The numbers of the arguments that have a row for each example."""
         state = {*self.pairs.values(), *self.weights}
-        named = [i for i, array in enumerate(self.held) if array.role == 'batch' and i not in state]
-        others = [
-            i for i, array in enumerate(self.held) if array.role == 'other' and i not in state
-        ]
-        found = [i for i in named or others if self._is_data(i)]
+        found = [i for i in range(len(self.held)) if i not in state and self._is_data(i)]
+        named = [i for i in found if self._named_role(i) == 'batch']
+        if not named and not self.pairs:
+            return ()  # what a function of unknown names takes may be weights as well
+        others = [i for i in found if self.held[i].role in ('batch', 'other')]
+        found = named or others
         rows = collections.Counter[int]()
         for i in found:
             rows[self.block.inputs[i].shape[0]] += self.block.inputs[i].nbytes
@@ -125,6 +126,9 @@ class ProgramFacts:
             return ()
         most = rows.most_common(1)[0][0]
         return tuple(i for i in found if self.block.inputs[i].shape[0] == most)
+
+    def _named_role(self, i: int) -> str:
+        return named_role(tuple(self.path(i).split('/')), self.traced.jaxpr.in_avals[i])
 
     def _is_data(self, i: int) -> bool:
         aval = self.traced.jaxpr.in_avals[i]

@@ -314,6 +314,34 @@ def test_lines_of_the_function():
     assert found['changed type'].where == 'w'
 
 
+def test_names_that_say_nothing():
+    """What the arguments are for follows from what is done with them."""
+    mesh = mesh_of(data=4, model=2)
+
+    def struct(shape, *spec):
+        return jax.ShapeDtypeStruct(shape, 'float32', sharding=NamedSharding(mesh, P(*spec)))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1, 2, 3))
+    def f(a, b, c, d, e):
+        g, h = jax.grad(lambda a, b: ((e @ a) @ b).mean(), (0, 1))(a, b)
+        c, d = 0.9 * c + g, 0.9 * d + h
+        return a - c, b - d, c, d
+
+    up, down = struct((64, 256), None, 'model'), struct((256, 64), 'model')
+    rows = struct((16, 64), 'data')
+
+    def kinds(*args):
+        return [(found.kind, found.where) for found in mw.lint(f, *args, compile=False)]
+
+    assert kinds(up, down, up, down, rows) == []
+    assert kinds(up, down, up, down, struct((16, 64))) == [('whole batch', 'e')]
+    assert kinds(up, down, struct(up.shape), down, rows) == [('optimizer layout', 'c')]
+    cut = struct(up.shape, 'model')
+    assert [kind for kind, _ in kinds(cut, down, cut, down, rows)] == ['cut product']
+    # Without a state, it is not known which of the operands are weights.
+    assert not mw.lint(jax.jit(lambda a, b: a @ b), struct((64, 64)), rows, compile=False)
+
+
 class Net(nnx.Module):
     def __init__(self, rngs):
         self.up = nnx.Linear(64, 256, rngs=rngs)
