@@ -339,7 +339,7 @@ def test_names_that_say_nothing():
     cut = struct(up.shape, 'model')
     assert [kind for kind, _ in kinds(cut, down, cut, down, rows)] == ['cut product']
     # Without a state, it is not known which of the operands are weights.
-    assert not mw.lint(jax.jit(lambda a, b: a @ b), struct((64, 64)), rows, compile=False)
+    assert not mw.lint(jax.jit(lambda a, b: b @ a), struct((64, 64)), rows, compile=False)
 
 
 class Net(nnx.Module):
