@@ -71,6 +71,12 @@ def exchanges_of(hlo: Hlo, mesh: MeshAxes | None) -> tuple[Collective, ...]:
     return tuple(found)
 
 
+def count_slices(hlo: Hlo) -> int:
+    """The number of slices that the transfers of a program join, whose text is for one of them."""
+    found = find_collectives(hlo.program, hlo.visits)
+    return max((c.group_size for c in found if c.network == 'dcn'), default=1)
+
+
 def groups_of(hlo: Hlo) -> Iterator[Groups]:
     """The groups of devices of every exchange."""
     for computation in hlo.program.computations.values():

@@ -58,6 +58,21 @@ def check_mesh(sizes: Mapping[str, int], num_devices: int) -> MeshAxes:
     return MeshAxes(sizes=dict(sizes))
 
 
+def over_slices(mesh: MeshAxes, num_devices: int) -> MeshAxes:
+    """A mesh of several slices with the number of slices along its axes: the first ones span them.
+
+    Args:
+      mesh: the mesh of all slices.
+      num_devices: the number of devices of one slice.
+    """
+    spans, left = {}, math.prod(mesh.sizes.values()) // num_devices
+    for axis, size in mesh.sizes.items():
+        if (count := math.gcd(size, left)) > 1:
+            spans[axis] = count
+            left //= count
+    return MeshAxes(sizes=mesh.sizes, slices=spans)
+
+
 def find_mesh(texts: Iterable[str], num_devices: int | None = None) -> MeshAxes | None:
     """Returns the mesh that texts of a program name, or None if they name none.
 

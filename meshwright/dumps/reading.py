@@ -13,7 +13,7 @@ from pathlib import Path
 from meshwright.dumps import hlo_module
 from meshwright.dumps.buffer_assignment import read_buffer_assignment
 from meshwright.dumps.folder import DumpedModule, Stage, choose_module, list_modules
-from meshwright.dumps.mesh_sizes import check_mesh, find_mesh, infer_mesh
+from meshwright.dumps.mesh_sizes import check_mesh, find_mesh, infer_mesh, over_slices
 from meshwright.dumps.program import DumpedProgram
 from meshwright.dumps.stablehlo import parse_stablehlo
 from meshwright.program.collectives import Collective, MeshAxes
@@ -93,12 +93,19 @@ def _read_hlo(
 ) -> DumpedProgram:
     hlo = hlo_module.read_hlo(text)
     texts = [text, *([_read_text(one.before)] if one.before else [])]
-    num_devices = hlo.program.num_devices
-    if num_devices == 1 and hlo.stage == 'not partitioned' and (named := find_mesh(texts)):
-        num_devices = _size(named)
+    of_slice, slices = hlo.program.num_devices, hlo_module.count_slices(hlo)
+    named = find_mesh(texts)
+    if of_slice == 1 and hlo.stage == 'not partitioned' and named is not None:
+        of_slice = _size(named)  # jax leaves the number out of what it has lowered
+    wanted = named if sizes is None else MeshAxes(sizes=sizes)
+    if slices > 1 and wanted is not None and _size(wanted) % of_slice == 0:
+        slices = max(slices, _size(wanted) // of_slice)
+    num_devices = of_slice * slices
     mesh, mesh_from = _find_mesh(texts, sizes, num_devices)
+    if mesh is not None and slices > 1:
+        mesh = over_slices(mesh, of_slice)
     if mesh is None:
-        mesh = infer_mesh(hlo_module.groups_of(hlo), num_devices)
+        mesh = infer_mesh(hlo_module.groups_of(hlo), of_slice)
         mesh_from = 'groups of devices' if mesh else ''
     back_end = one.back_end or _back_end(text)
     _check_chip(chip, back_end)

@@ -1,8 +1,12 @@
 """What the compilers of TPUs and GPUs dump: exchanges by hand, and memory as jax says."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from described_machines import described, needs_cuda_plugin, needs_libtpu
-from dumped_programs import EXCHANGED, added_up, exchange, make_mesh
+from dumped_programs import EXCHANGED, added_up, exchange, make_mesh, struct
+from jax.sharding import Mesh
 
 from meshwright import read_dump
 
@@ -50,3 +54,29 @@ def test_a_tpu(tmp_path):
     assert program.memory.arguments == sizes.argument_size_in_bytes
     assert program.memory.outputs == sizes.output_size_in_bytes
     assert program.memory.temporaries == pytest.approx(sizes.temp_size_in_bytes, rel=0.2)
+
+
+@needs_libtpu
+def test_two_slices(tmp_path):
+    """A device has 128 x 512 floats of the gradient, and sums them with the other slice's."""
+    devices = described('v5e:2x2', 2).devices
+    mesh = Mesh(np.reshape(devices, (2, 4)), ('replica', 'data'))
+
+    def gradient(weights, batch):
+        return jax.grad(lambda weights: jnp.sum((batch @ weights) ** 2))(weights)
+
+    weights = struct(mesh, (512, 512), 'data')
+    function = jax.jit(gradient, out_shardings=weights.sharding)
+    traced = function.trace(weights, struct(mesh, (64, 512), ('replica', 'data')))
+    traced.lower(lowering_platforms=('tpu',)).compile({'xla_dump_to': str(tmp_path)})
+    program = read_dump(tmp_path)
+    assert (program.num_devices, program.mesh.slices) == (8, {'replica': 2})
+    [between] = [c for c in program.collectives if c.network == 'dcn']
+    assert (between.kind, between.axes, between.total_bytes) == (
+        'all-reduce',
+        ('replica',),
+        128 * 512 * 4,
+    )
+    assert {c.axes for c in program.collectives if c.network == 'ici'} == {('data',)}
+    with pytest.raises(ValueError, match='has 4 devices, and the program runs on 8'):
+        read_dump(tmp_path, mesh={'data': 4})
