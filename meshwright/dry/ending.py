@@ -20,6 +20,7 @@ Ending = Literal['steps', 'script', 'exit', 'memory', 'waited', 'refused', 'erro
 
 # A script that only evaluates a model ends after more calls: its training step may come later.
 _CALLS_WITHOUT_TRAINING = 500
+_AGAIN = 5.0  # seconds until a run is told again that it ends
 
 
 class EndOfRun(BaseException):
@@ -84,7 +85,7 @@ class Ends:
     def waiting(self) -> Iterator[None]:
         """Ends what is inside if it waits too long; for the main thread of a process."""
         before = signal.signal(signal.SIGALRM, self._on_alarm)
-        signal.setitimer(signal.ITIMER_REAL, self._wait)
+        self._start_to_wait()
         try:
             yield
         finally:
@@ -101,7 +102,11 @@ class Ends:
         try:
             yield
         finally:
-            signal.setitimer(signal.ITIMER_REAL, self._wait)
+            self._start_to_wait()
+
+    def _start_to_wait(self) -> None:
+        # Python ignores what is raised in some places, such as the collection of garbage.
+        signal.setitimer(signal.ITIMER_REAL, self._wait, _AGAIN)
 
     def _on_alarm(self, _: int, frame: FrameType | None) -> None:
         raise self._end or EndOfRun('waited', message=line_of_script(frame))

@@ -22,7 +22,8 @@ def line_of_script(frame: FrameType | None = None) -> str:
     """The 'file:line' of the script that is running, or that a frame belongs to."""
     frame, stack = frame or sys._getframe(1), []
     while frame is not None:
-        stack.append(f'{frame.f_code.co_filename}:{frame.f_lineno}')
+        if not _is_own(frame.f_code.co_filename):
+            stack.append(f'{frame.f_code.co_filename}:{frame.f_lineno}')
         frame = frame.f_back
     return user_line(stack)
 

@@ -68,7 +68,8 @@ class Stores:
         absolute = os.path.abspath(given)
         if absolute.startswith(self.folder):
             return None
-        is_free = absolute.startswith(self._free) and not absolute.startswith(self._home)
+        inside = absolute + os.sep
+        is_free = inside.startswith(self._free) and not inside.startswith(self._home)
         return None if is_free else absolute
 
     def _shadow(self, absolute: str) -> str:
