@@ -12,6 +12,9 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+from jax.sharding import SingleDeviceSharding
+
 from meshwright.dry.replacing import Hook
 from meshwright.dry.stores import Stores
 from meshwright.jax_private import Replacement
@@ -25,6 +28,7 @@ def library_hooks(stores: Stores) -> dict[str, Hook]:
     return {
         'tensorstore': functools.partial(_replace_tensorstore, stores),
         'etils.epath.gpath': functools.partial(_replace_epath, stores),
+        'orbax.checkpoint._src.metadata.sharding': _replace_devices,
         f'{tensorflow}.lib.io._pywrap_file_io': functools.partial(_replace_files, stores),
         f'{tensorflow}.lib.io.tf_record': functools.partial(_replace_records, stores),
         f'{tensorflow}.ops.gen_summary_ops': functools.partial(_replace_summaries, stores),
@@ -80,6 +84,19 @@ def _file_of(stores: Stores, path: str, writes: bool) -> dict[str, Any] | None:
 
 def _schemes() -> tuple[str, ...]:
     return tuple(f'{scheme}://' for scheme in _BUCKETS.values())
+
+
+def _replace_devices(module: Any) -> Iterator[Replacement]:
+    """Arrays that were computed here are restored here, though the script sees another machine."""
+    owner = module.SingleDeviceShardingMetadata
+    original = owner.to_jax_sharding
+
+    def to_jax(self: Any) -> Any:
+        here = {str(device): device for device in jax.devices('cpu')}
+        device = here.get(self.device_str)
+        return original(self) if device is None else SingleDeviceSharding(device)
+
+    yield owner, 'to_jax_sharding', to_jax
 
 
 # etils.epath.

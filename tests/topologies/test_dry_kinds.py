@@ -46,10 +46,12 @@ CHECKPOINTS = """
 import orbax.checkpoint as ocp, os
 path = os.path.abspath('saved')
 with ocp.StandardCheckpointer() as saver:
-    saver.save(path, {'w': w})
+    saver.save(path, {'w': w, 'here': jax.numpy.ones(3)})
     saver.wait_until_finished()
     print(sorted(os.listdir(path))[0])
-    again = saver.restore(path, {'w': jax.ShapeDtypeStruct((64, 64), 'float32', sharding=rows)})
+    wanted = {'w': jax.ShapeDtypeStruct((64, 64), 'float32', sharding=rows)}
+    again = saver.restore(path, {**wanted, 'here': jax.ShapeDtypeStruct((3,), 'float32')})
+print(float(again['here'].sum()))
 print(again['w'].sharding == rows, again['w'].shape)
 step(again['w'], x)
 """
@@ -58,7 +60,7 @@ step(again['w'], x)
 def test_checkpoints_are_restored_and_not_written(run_dry):
     pytest.importorskip('orbax.checkpoint')
     status, out, _ = run_dry(CHECKPOINTS)
-    assert status == 0 and out.startswith('_CHECKPOINT_METADATA\nTrue (64, 64)\n')
+    assert status == 0 and out.startswith('_CHECKPOINT_METADATA\n3.0\nTrue (64, 64)\n')
     assert '\n  saved\n' in out.partition('not written:')[2]
 
 
