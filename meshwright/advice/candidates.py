@@ -35,6 +35,7 @@ from meshwright.jaxpr.values import Axes, Value
 from partitioning.plan.rows import PlanRow
 from partitioning.products.flops import PRODUCTS
 
+_ELSEWHERE = 0.85  # the weight of a layout that only its bytes speak for
 _NEAR = 40  # values around an exchange that are looked at
 _MADE = PRODUCTS | {'gather', 'add', 'custom_vjp_call', 'reduce_sum'}
 
@@ -46,10 +47,12 @@ class Candidate:
     Attributes:
       change: the change.
       keeps_layout: whether all parameters keep their layout.
+      weight: how likely it is what the author meant, next to others that save as much.
     """
 
     change: Change
     keeps_layout: bool = True
+    weight: float = 1.0
 
 
 class Candidates:
@@ -174,10 +177,14 @@ class Candidates:
 
     def of_constraints(self) -> Iterator[tuple[float, Candidate]]:
         """For each line with constraints, the layout that its array has elsewhere, or none."""
-        for weight, value in self._constraints():
+        sites = self._constraints()
+        for weight, value in sites:
             implied = self.implied(value)
             if implied != value.layout:
-                yield weight, Candidate(_constraint(value, implied, replaces=True))
+                others = (v for _, v in sites if v.line == value.line and v.shape != value.shape)
+                alike = tuple(v.shape for v in others if self._is_alike(v, value, implied))
+                change = _constraint(value, implied, replaces=True)
+                yield weight, Candidate(dataclasses.replace(change, shapes=alike))
             yield 0.9 * weight, Candidate(ConstraintRemoval(source=value.line))
 
     def around(self, change: Change | None) -> Iterator[Candidate]:
@@ -194,7 +201,12 @@ class Candidates:
             layout = value.layout or ()
             for other in (*_rearranged(layout), *self._filled(layout)):
                 if self._fits(other, value.shape):
-                    yield Candidate(_constraint(value, other, replaces=True))
+                    change = _constraint(value, other, replaces=True)
+                    yield Candidate(change, weight=_ELSEWHERE)
+
+    def _is_alike(self, other: Value, value: Value, implied: Layout) -> bool:
+        """Whether another array of the same line is laid out alike, and should be."""
+        return other.layout == value.layout and self.implied(other) == implied
 
     def _filled(self, layout: Layout) -> Iterator[Layout]:
         """Layouts that also use mesh axes which a layout does not use."""

@@ -17,6 +17,7 @@ from meshwright.causes.cause import (
     ConstraintChange,
     ConstraintRemoval,
     Effect,
+    LayoutChange,
     StateChange,
     join_changes,
 )
@@ -29,6 +30,7 @@ from partitioning.plan.rows import PlanRow
 
 _STEPS = 9000  # the steps of all estimates together
 _FEWEST, _MOST = 6, 30  # estimates
+_LAID_OUT = 0.05  # the share of the bytes that another layout of a parameter has to save
 _SENT, _HELD = 0.98, 1.01  # the share of the bytes that a change may leave
 _JOINED = 1.25  # two changes are kept together if they save this many times more
 _REMOVED = 0.95  # the weight of leaving a constraint out: others may want it
@@ -195,9 +197,11 @@ def _estimate(
     )
     if estimate is None or not estimate.is_better(base):
         return None
+    if isinstance(candidate.change, LayoutChange) and estimate.saved(base) < _LAID_OUT:
+        return None  # another layout may suit formulas a little better, and the author not
     saved = max(estimate.saved(base), 0.0) + 0.1 * (base.peak - estimate.peak) / base.peak
     saved *= _REMOVED if isinstance(candidate.change, ConstraintRemoval) else 1
-    saved *= _KEPT if candidate.keeps_layout else 1
+    saved *= candidate.weight * (_KEPT if candidate.keeps_layout else 1)
     return Variant(
         candidate=candidate, estimate=estimate, saved=saved, vanished=estimate.vanished(base)
     )
@@ -245,4 +249,5 @@ def _saved(variant: Variant) -> float:
         return variant.saved
     (sent, sends), (held, holds) = variant.compiled.sent, variant.compiled.peak
     saved = sent - sends + 0.1 * (held - holds)
-    return saved * (_REMOVED if isinstance(variant.change, ConstraintRemoval) else 1)
+    removes = isinstance(variant.change, ConstraintRemoval)
+    return saved * variant.candidate.weight * (_REMOVED if removes else 1)

@@ -109,6 +109,7 @@ class ConstraintChange:
       names: its logical axes.
       layout: the mesh axes of each dimension.
       replaces: whether the line has a constraint already.
+      shapes: the shapes of other values of the line that change with it.
     """
 
     source: str
@@ -116,6 +117,7 @@ class ConstraintChange:
     names: tuple[str | None, ...]
     layout: tuple[tuple[str, ...], ...]
     replaces: bool
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
         if any(self.names):

@@ -130,7 +130,9 @@ class _Editor:
 
     def _is_for(self, variable: Any) -> bool:
         shape = tuple(getattr(variable.aval, 'shape', ()))
-        return isinstance(self._change, ConstraintRemoval) or shape == self._change.shape
+        if isinstance(self._change, ConstraintRemoval):
+            return True
+        return shape in (self._change.shape, *self._change.shapes)
 
     def _constraint(self, equation: Any, operand: Any, result: Any) -> Any:
         """A constraint at the line of an equation; None for a variable makes a new one."""
