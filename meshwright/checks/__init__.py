@@ -1,1 +1,1 @@
-"""Golden forecasts: files with the memory and exchanges of a program, which tests compare."""
+"""What tests assert of a function: exchanges, memory, and golden files of forecasts and layouts."""

@@ -16,6 +16,7 @@ from meshwright.dumps.folder import DumpedModule, Stage, choose_module, list_mod
 from meshwright.dumps.mesh_sizes import check_mesh, find_mesh, infer_mesh, over_slices
 from meshwright.dumps.program import DumpedProgram
 from meshwright.dumps.stablehlo import parse_stablehlo
+from meshwright.dumps.texts import read_text
 from meshwright.program.collectives import Collective, MeshAxes
 from meshwright.program.costs import MemoryUse
 from partitioning.hardware import CHIPS, Chip
@@ -62,7 +63,7 @@ def read_dump(
         raise ValueError(f'{path} is one module: leave out --module={module}')
     else:
         one = _alone(path)
-    text = _read_text(one.file)
+    text = read_text(one.file)
     try:
         return _read_program(text, one, modules, mesh, _find_chip(chip))
     except ValueError as error:
@@ -92,21 +93,8 @@ def _read_hlo(
     text: str, one: DumpedModule, sizes: Mapping[str, int] | None, chip: Chip | None
 ) -> DumpedProgram:
     hlo = hlo_module.read_hlo(text)
-    texts = [text, *([_read_text(one.before)] if one.before else [])]
-    of_slice, slices = hlo.program.num_devices, hlo_module.count_slices(hlo)
-    named = find_mesh(texts)
-    if of_slice == 1 and hlo.stage == 'not partitioned' and named is not None:
-        of_slice = _size(named)  # jax leaves the number out of what it has lowered
-    wanted = named if sizes is None else MeshAxes(sizes=sizes)
-    if slices > 1 and wanted is not None and _size(wanted) % of_slice == 0:
-        slices = max(slices, _size(wanted) // of_slice)
-    num_devices = of_slice * slices
-    mesh, mesh_from = _find_mesh(texts, sizes, num_devices)
-    if mesh is not None and slices > 1:
-        mesh = over_slices(mesh, of_slice)
-    if mesh is None:
-        mesh = infer_mesh(hlo_module.groups_of(hlo), of_slice)
-        mesh_from = 'groups of devices' if mesh else ''
+    texts = [text, *([read_text(one.before)] if one.before else [])]
+    mesh, mesh_from, num_devices = _find_mesh_of_hlo(hlo, texts, sizes)
     back_end = one.back_end or _back_end(text)
     _check_chip(chip, back_end)
     memory = None
@@ -180,6 +168,30 @@ def _read_stablehlo(
     )
 
 
+def _find_mesh_of_hlo(
+    hlo: hlo_module.Hlo, texts: Sequence[str], sizes: Mapping[str, int] | None
+) -> tuple[MeshAxes | None, str, int]:
+    """The mesh of a module, where it is from, and the number of devices of all slices.
+
+    A module for several slices is the program of one of them.
+    """
+    of_slice, slices = hlo.program.num_devices, hlo_module.count_slices(hlo)
+    named = find_mesh(texts)
+    if of_slice == 1 and hlo.stage == 'not partitioned' and named is not None:
+        of_slice = _size(named)  # jax leaves the number out of what it has lowered
+    wanted = named if sizes is None else MeshAxes(sizes=sizes)
+    if slices > 1 and wanted is not None and _size(wanted) % of_slice == 0:
+        slices = max(slices, _size(wanted) // of_slice)
+    num_devices = of_slice * slices
+    mesh, mesh_from = _find_mesh(texts, sizes, num_devices)
+    if mesh is not None and slices > 1:
+        mesh = over_slices(mesh, of_slice)
+    if mesh is None:
+        mesh = infer_mesh(hlo_module.groups_of(hlo), of_slice)
+        mesh_from = 'groups of devices' if mesh else ''
+    return mesh, mesh_from, num_devices
+
+
 def _find_mesh(
     texts: Sequence[str], sizes: Mapping[str, int] | None, num_devices: int
 ) -> tuple[MeshAxes | None, str]:
@@ -192,8 +204,8 @@ def _find_mesh(
 
 def _read_memory(buffers: Path, live_ranges: Path | None, back_end: str) -> MemoryUse:
     """The memory of a program. As in forecasts, the peak on CPUs is all that is reserved."""
-    ranges = '' if live_ranges is None or back_end == 'cpu' else _read_text(live_ranges)
-    return read_buffer_assignment(_read_text(buffers), ranges)
+    ranges = '' if live_ranges is None or back_end == 'cpu' else read_text(live_ranges)
+    return read_buffer_assignment(read_text(buffers), ranges)
 
 
 def _size(mesh: MeshAxes) -> int:
@@ -278,29 +290,3 @@ def _siblings(file: Path) -> tuple[DumpedModule, ...]:
         return list_modules(file.parent)
     except (OSError, ValueError):
         return ()
-
-
-def _read_text(file: Path) -> str:
-    """The text of a file.
-
-    Raises:
-      ValueError: if the file cannot be read, or is binary or empty.
-    """
-    try:
-        held = file.read_bytes()
-    except OSError as error:
-        raise ValueError(f'{file} cannot be read: {error.strerror}') from error
-    if not held.strip():
-        raise ValueError(f'{file} is empty')
-    if held.startswith(b'ML\xefR'):
-        raise ValueError(f'{file} is MLIR bytecode: write the text, as str(lowered.compiler_ir())')
-    try:
-        text = held.decode()
-    except UnicodeDecodeError:
-        text = '\0'
-    if '\0' in text:
-        raise ValueError(
-            f'{file} is binary: dump the text of a module, with --xla_dump_hlo_as_text or '
-            'compiled.as_text()'
-        )
-    return text
