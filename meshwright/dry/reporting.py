@@ -13,7 +13,7 @@ from meshwright.calls.plain_call import list_held
 from meshwright.calls.target import target_of_mesh
 from meshwright.describing import describe_program
 from meshwright.dry.compiling import CompiledFunction
-from meshwright.findings.program_findings import lint_program
+from meshwright.findings.program_findings import Findings, lint_program
 from meshwright.jax_private import result_shardings
 from meshwright.report.forecasts import Forecast
 
@@ -51,15 +51,25 @@ def findings_text(functions: Sequence[CompiledFunction]) -> str:
     """The findings of functions that a script has compiled, each once; '' if there are none."""
     found: dict[tuple[str, str, str], str] = {}
     for one in functions:
-        mesh = _mesh_of(one)
-        results = None if one.executable is None else result_shardings(one.executable)
-        for finding in lint_program(one.call, mesh, list_held(one.call, mesh), results):
+        try:
+            findings = _lint(one)
+        except Exception as error:  # of an operation that nobody has thought of; the run goes on
+            why = f'{type(error).__name__}: {error}'.splitlines()[0]
+            found[one.name, '', ''] = f'{one.name}: not looked for, because of {why}'
+            continue
+        for finding in findings:
             found.setdefault((one.name, finding.kind, finding.where), f'{one.name}: {finding}')
     wrapped = (
         textwrap.fill(line, 100, initial_indent='  ', subsequent_indent='      ')
         for line in found.values()
     )
     return '\n'.join(['findings:', *wrapped]) if found else ''
+
+
+def _lint(found: CompiledFunction) -> Findings:
+    mesh = _mesh_of(found)
+    results = None if found.executable is None else result_shardings(found.executable)
+    return lint_program(found.call, mesh, list_held(found.call, mesh), results)
 
 
 def _mesh_of(found: CompiledFunction) -> Mesh:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
-from jax.sharding import NamedSharding
-
+from meshwright.calls.differences import list_differences
 from meshwright.dry.compiling import CompiledFunction
 from meshwright.dry.script import DryRun
 from meshwright.user_lines import short_source
 from partitioning.amounts import bytes_str, flops_str, seconds_str
-from partitioning.rules import spec_str
 
 _LISTED = 5
 _ENDINGS = {
@@ -84,41 +81,10 @@ def _compiled_again(functions: Sequence[CompiledFunction]) -> Iterator[str]:
             continue
         if first.source != second.source:
             continue
-        changes = list(_differences(first, second))
+        changes = list(list_differences(first.call, second.call))
         if changes:
             more = f', and {len(changes) - 1} more' if len(changes) > 1 else ''
             yield f'{second.name} was compiled again: {changes[0]}{more}'
-
-
-def _differences(first: CompiledFunction, second: CompiledFunction) -> Iterator[str]:
-    before, after = first.call, second.call
-    if len(before.argument_names) != len(after.argument_names):
-        yield f'it has {len(after.argument_names)} arrays in place of {len(before.argument_names)}'
-        return
-    both = zip(
-        before.argument_names,
-        zip(before.jaxpr.in_avals, before.arguments, strict=True),
-        zip(after.jaxpr.in_avals, after.arguments, strict=True),
-        strict=True,
-    )
-    for name, old, new in both:
-        for was, now in zip(_about(*old), _about(*new), strict=True):
-            if was != now:
-                yield f'{name} was {was} and is {now}'
-                break
-
-
-def _about(aval: Any, sharding: Any) -> tuple[str, str, str]:
-    shape = ','.join(map(str, aval.shape))
-    spec = _spec_str(sharding, len(aval.shape))
-    return f'{aval.dtype.name}[{shape}]', 'weak' if aval.weak_type else 'of a fixed type', spec
-
-
-def _spec_str(sharding: Any, rank: int) -> str:
-    if isinstance(sharding, NamedSharding):
-        entries = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
-        return f'laid out by {spec_str(type(sharding.spec)(*entries))}'
-    return 'on one device' if sharding is not None else 'not laid out'
 
 
 def _by_folder(paths: Sequence[str]) -> dict[str, int]:
