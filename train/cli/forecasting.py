@@ -63,8 +63,8 @@ def _make_parser(prog: str) -> CommandParser:
     parser.add_argument(
         '--confirm',
         action='store_true',
-        help='compile the changes that send least by formula, and where it does not fit, what would '
-        'make it fit, until the compiler agrees',
+        help='compile the changes that send least by formula, and where it does not fit, what '
+        'would make it fit, until the compiler agrees',
     )
     parser.add_argument(
         '--on_cpu',
