@@ -21,8 +21,8 @@ _PARTITIONED = re.compile(r'(?P<module>module_\d+\.(?P<name>.+?))\..*after_spmd_
 _BEFORE = re.compile(
     r'(?P<module>module_\d+\.(?P<name>.+?))\.(?:cl_\d+\.)?before_optimizations\.txt'
 )
-# Files of jax: jax_ir3_jit_step_compile.mlir, and earlier jax_ir3_jit_step.mlir.
-_OF_JAX = re.compile(r'(?P<module>(?P<name>[\w.\-]+))\.mlir')
+# Files of jax: jax_ir0003_jit_step_compile.mlir. Shardy's stages have other names.
+_OF_JAX = re.compile(r'(?P<module>(?:jax_ir\d+_)?(?P<name>[\w.\-]+?)(?:_compile)?)\.mlir')
 _STAGES: tuple[tuple[re.Pattern[str], Stage], ...] = (
     (_AFTER, 'compiled'),
     (_PARTITIONED, 'partitioned'),

@@ -24,6 +24,7 @@ from partitioning.hardware import CHIPS, Chip
 _TILED = re.compile(r'\{[\d,]*:[^}]*T\(\d')  # only layouts for TPUs have tiles
 _OF_GPUS = ('gpu_backend_config', '"operation_queue_id"', 'fingerprint_before_lhs')
 _CONSTRAINT = re.compile(r'custom_call_target="(?:Sharding|xla\.sdy\.ShardingConstraint)"')
+_COMMENTS = re.compile(r'\A(?:\s*(?://[^\n]*\n)?)+')  # before the program
 _BEGINNINGS = ('module', '#loc', 'func.func', '#map', '//')
 
 
@@ -63,7 +64,7 @@ def read_dump(
         raise ValueError(f'{path} is one module: leave out --module={module}')
     else:
         one = _alone(path)
-    text = read_text(one.file)
+    text = _COMMENTS.sub('', read_text(one.file))
     try:
         return _read_program(text, one, modules, mesh, _find_chip(chip))
     except ValueError as error:

@@ -384,6 +384,21 @@ def test_every_cut_of_a_text_is_one_line(dumped, write):
                 assert form == 'with lines', 'the end of StableHLO is a table of lines'
 
 
+def test_a_folder_of_jax_and_comments_before_a_program(dumped, tmp_path):
+    """JAX_DUMP_IR_TO writes StableHLO, whose largest module is read."""
+    _, texts, _ = dumped
+    (tmp_path / 'jax_ir0000_jit_small_compile.mlir').write_text(
+        'module @jit_small {\n  func.func public @main(%arg0: tensor<4xf32>) {\n  }\n}\n'
+    )
+    text = f'// what jax has lowered\n\n{texts["exchanges"]["with lines"]}'
+    (tmp_path / 'jax_ir0001_jit_exchanges_compile.mlir').write_text(text)
+    program = read_dump(tmp_path)
+    assert program.name == 'jit_exchanges' and added_up(program) == EXCHANGED
+    small = read_dump(tmp_path, module='small')
+    assert (small.num_devices, small.collectives, small.arguments_bytes) == (1, (), 16)
+    assert 'It runs on one device, and sends nothing.' in dump_table(small)
+
+
 def test_a_folder_without_buffer_assignments_has_a_peak_by_live_ranges(dumped, tmp_path):
     folder = Path(shutil.copytree(dumped[0], tmp_path / 'copy'))
     for file in folder.glob('*buffer-assignment*'):
