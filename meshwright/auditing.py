@@ -33,14 +33,16 @@ def audit(fn: Any, *args: Any, compile: bool = True, **settings: Any) -> CallAud
             fn, args, topology=settings.get('topology'), axes=settings.get('axes'), compile=compile
         )
         made = read_compiled(fn)
-        results = [hold(path, x, sharding, made.mesh) for path, x, sharding in made.results]
+        results = [
+            hold(path, x, sharding, made.mesh, noun='result') for path, x, sharding in made.results
+        ]
         machine = target_of_mesh(made.mesh).topology
         return audit_arrays(made.name, machine, made.mesh, made.held, results)
     examined = examine(fn, args, compile=compile, **settings)
     traced, mesh = examined.program.traced, examined.target.mesh
     outputs = zip(traced.result_names, traced.jaxpr.out_avals, examined.results, strict=True)
     results = [
-        hold(parts_of_name(name), aval, sharding, mesh)
+        hold(parts_of_name(name), aval, sharding, mesh, noun='result')
         for name, aval, sharding in outputs
         if hasattr(sharding, 'device_set') and hasattr(aval, 'dtype')
     ]

@@ -163,6 +163,7 @@ def hold(
     sharding: Any,
     mesh: MeshLike,
     role: ArgumentRole | None = None,
+    noun: str = 'argument',
 ) -> HeldArray:
     """An array of an argument or a result, from its type and its sharding.
 
@@ -172,12 +173,13 @@ def hold(
       sharding: its sharding, or None.
       mesh: the mesh.
       role: what it is for, by default by the names in its path.
+      noun: 'argument' or 'result', for its reasons.
     """
     role = role or named_role(path, aval)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
     why = 'nothing lays it out'
     if isinstance(sharding, Sharding):
-        why = f'the argument is laid out by {spec_str(spec) if any(spec) else "None"}'
+        why = f'the {noun} is laid out by {spec_str(spec) if any(spec) else "None"}'
     struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     planned = role if role in ('parameters', 'optimizer') else 'other'
     row = row_of_array('/'.join(path), struct, spec, mesh, why, None, planned)

@@ -77,6 +77,7 @@ def test_an_audit_has_what_jax_places():
     assert audit.bytes_per_device == {**held, 'optimizer': 0, 'other': 0}
     replicated = {row.path: row.replicated_over for row in audit.replicated}
     assert replicated['params/up'] == ('data',) and replicated['batch'] == ('model',)
+    assert all('the result is laid' in row.reason for row in audit.results[:2])
     stated = mw.audit(STEP, *ARGS, compile=False)
     assert not stated.results and stated.arguments == audit.arguments
     assert 'params/up' in str(audit) and 'params/up' in audit._repr_html_()
