@@ -38,6 +38,28 @@ class Measured:
         lower = any(after < _LESS * figure for after, figure in pairs)
         return lower and all(after <= _MORE * figure for after, figure in pairs)
 
+    def gone(self, before: Measured) -> frozenset[Key]:
+        """The exchanges of another one that are gone, and not only there with other arrays."""
+        mine, theirs = self._by_line(), before._by_line()
+        return frozenset(
+            key
+            for key, nbytes in before.exchanges.items()
+            if self.exchanges.get(key, 0.0) < nbytes / 2
+            and theirs[_line_of(key)] - mine[_line_of(key)] > nbytes / 2
+        )
+
+    def _by_line(self) -> Mapping[tuple[object, ...], float]:
+        sums: dict[tuple[object, ...], float] = collections.defaultdict(float)
+        for key, nbytes in self.exchanges.items():
+            sums[_line_of(key)] += nbytes
+        return sums
+
+
+def _line_of(key: Key) -> tuple[object, ...]:
+    """The axes and the line of an exchange, whatever its arrays and its kind."""
+    _, axes, _, source = key
+    return axes, source
+
 
 def measure_costs(costs: ProgramCosts, seconds: float | None) -> Measured:
     """The figures of a compiled function.

@@ -230,7 +230,6 @@ def compile_variants(
         call = with_change(advised.subject, variant.change)
         after = None if call is None else measure(call)
         if after is not None and after.is_better(before):
-            gone = {k for k, n in before.exchanges.items() if after.exchanges.get(k, 0) < n / 2}
             effect = Effect(
                 sent=(before.sent, after.sent),
                 peak=(before.peak, after.peak),
@@ -238,7 +237,7 @@ def compile_variants(
                 if before.seconds is None or after.seconds is None
                 else (before.seconds, after.seconds),
             )
-            kept.append(dataclasses.replace(variant, compiled=effect, gone=frozenset(gone)))
+            kept.append(dataclasses.replace(variant, compiled=effect, gone=after.gone(before)))
     kept.sort(key=lambda v: (v.compiled is None, -_saved(v)))
     return dataclasses.replace(advised, variants=tuple(kept))
 
