@@ -143,6 +143,11 @@ def _read_stablehlo(
     mesh, mesh_from = _find_mesh([text], sizes, num_devices)
     program = counted if mesh == named else parse_stablehlo(text, mesh)
     notes = list(_notes('not partitioned', program.unknown_loops))
+    if program.of_shardy:
+        notes.append(
+            f'{program.of_shardy:,} exchanges of a stage of Shardy (sdy.all_gather, ...) are not '
+            'counted: read the module after_optimizations'
+        )
     if program.partly_manual:
         notes.append(
             'exchanges of a shard_map over some of the mesh axes are counted as if their arrays '

@@ -33,6 +33,10 @@ _CONSTANT = re.compile(r'(%\S+) = (?:stablehlo|sdy)\.constant dense<(-?\d+)> : t
 _COMPARE = re.compile(r'stablehlo\.compare\s+LT, (%[^\s,]+), (%[^\s,]+)')
 _LOCATION = re.compile(r'^#(loc\d*) = loc\((.*)\)$', re.MULTILINE)
 _PLACE = re.compile(r'"((?:[^"\\]|\\.)*)":(\d+):\d+|#(loc\d*)\b')
+# Exchanges between stages of Shardy, whose arrays are still whole.
+_OF_SHARDY = re.compile(
+    r'\bsdy\.(?:all_gather|all_reduce|all_to_all|collective_permute|reduce_scatter)\b'
+)
 _UNSIGNED = re.compile(r'^ui(\d+)$')
 _SIGNED = re.compile(r'^i(\d+)$')
 
@@ -59,6 +63,7 @@ class StableHlo:
       constraints: the number of its constraints of layouts.
       unknown_loops: the number of loops with exchanges that count once, because the text does not
         tell their length.
+      of_shardy: the number of operations of Shardy that exchange data, which are not counted.
       partly_manual: whether exchanges stand where only some mesh axes are manual, so that their
         arrays may still be sharded along the others.
     """
@@ -69,6 +74,7 @@ class StableHlo:
     collectives: tuple[Collective, ...]
     constraints: int
     unknown_loops: int
+    of_shardy: int
     partly_manual: bool
 
 
@@ -102,6 +108,7 @@ def parse_stablehlo(text: str, mesh: MeshAxes | None) -> StableHlo:
         collectives=collectives,
         constraints=len(re.findall(r'sdy\.sharding_constraint|custom_call @Sharding\(', text)),
         unknown_loops=reader.unknown_loops,
+        of_shardy=len(_OF_SHARDY.findall(text)),
         partly_manual=bool(collectives) and _is_partly_manual(text, mesh),
     )
 

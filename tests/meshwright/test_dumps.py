@@ -384,6 +384,14 @@ def test_every_cut_of_a_text_is_one_line(dumped, write):
                 assert form == 'with lines', 'the end of StableHLO is a table of lines'
 
 
+def test_exchanges_of_a_stage_of_shardy_are_named(write):
+    line = (
+        '%0 = sdy.all_gather [{"data"}, {}] %arg0 out_sharding=<@mesh, [{}, {}]> : tensor<4x4xf32>'
+    )
+    text = f'module @m {{\n  func.func @main(%arg0: tensor<4x4xf32>) {{\n    {line}\n  }}\n}}\n'
+    assert '1 exchanges of a stage of Shardy' in dump_table(read_dump(write(text)))
+
+
 def test_a_folder_of_jax_and_comments_before_a_program(dumped, tmp_path):
     """JAX_DUMP_IR_TO writes StableHLO, whose largest module is read."""
     _, texts, _ = dumped
