@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 from meshwright.findings.program_facts import ROW_AXES, ProgramFacts, free_dimension
 from meshwright.findings.wording import and_more, axes_str, line_of, type_str
@@ -157,7 +157,7 @@ def _shared_end(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def find_constants(facts: ProgramFacts) -> Iterator[Finding]:
-    """Large arrays that the function closes over, and arrays outside of a mesh of Explicit axes."""
+    """Large arrays that the function closes over."""
     given = sum(map(facts.shard_bytes, range(len(facts.held))))
     values = [v for step in facts.steps for v in step.inputs if v.constant is not None]
     users: dict[int, Step] = {}
@@ -179,7 +179,6 @@ def find_constants(facts: ProgramFacts) -> Iterator[Finding]:
         outside = ''
         if isinstance(constant, jax.Array) and facts.sizes:
             outside = ' on one device, outside of the mesh, which prints like a replicated one'
-            outside += _explicit(facts)
         yield Finding(
             'warning',
             'constant',
@@ -188,11 +187,6 @@ def find_constants(facts: ProgramFacts) -> Iterator[Finding]:
             f'{bytes_str(value.nbytes)} are a constant of the program, whole on every device, and '
             'make compiling slower; pass it as an argument with a sharding',
         )
-
-
-def _explicit(facts: ProgramFacts) -> str:
-    types = getattr(facts.mesh, 'axis_types', ())
-    return ' and cannot be combined with Explicit axes' if AxisType.Explicit in types else ''
 
 
 def _is_sharded(constant: jax.Array) -> bool:

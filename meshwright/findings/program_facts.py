@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from meshwright.calls.held import HeldArray, named_role
 from meshwright.calls.plain_call import jax_paths, parts_of_name
 from meshwright.findings.forward_layouts import ForwardLayouts
-from meshwright.findings.state_pairs import pair_state
+from meshwright.findings.state_pairs import UPDATES, pair_state
 from meshwright.jax_private import TracedCall
 from meshwright.jaxpr.naming import name_values
 from meshwright.jaxpr.values import TO_LOCAL, Axes, Block, Step
@@ -84,7 +84,22 @@ class ProgramFacts:
         paths = [
             [jax_path, path, ('', *path)] for jax_path, path in zip(by_jax, by_user, strict=True)
         ]
-        return pair_state(self.block, paths, [parts_of_name(n) for n in self.traced.result_names])
+        names = [parts_of_name(name) for name in self.traced.result_names]
+        pairs = pair_state(self.block, paths, names)
+        return {number: i for number, i in pairs.items() if self._is_state(i)}
+
+    def _is_state(self, i: int) -> bool:
+        """Whether an argument that a result is computed from may be a state, and not a batch.
+
+        A function without a backward pass that takes and returns a single array of one shape, such
+        as a residual network, has an input there. Only what it replaces in part is a cache.
+        """
+        if self._named_role(i) == 'batch':
+            return False
+        if '/' in self.path(i) or any(step.place.is_backward for step in self.steps):
+            return True
+        shape = self.block.inputs[i].shape
+        return any(s.name in UPDATES and s.inputs[0].shape[-1:] == shape[-1:] for s in self.steps)
 
     @functools.cached_property
     def uses(self) -> dict[str, list[Step]]:
@@ -101,13 +116,16 @@ class ProgramFacts:
     def weights(self) -> tuple[int, ...]:
         """The numbers of the arguments that are parameters: by name, or by what is done to them."""
         state = set(self.pairs.values())
-        return tuple(
-            i
-            for i, array in enumerate(self.held)
-            if array.role == 'parameters'
-            or (array.role == 'other' and i in state and self.uses.get(array.row.path))
-            if jax.numpy.issubdtype(self.traced.jaxpr.in_avals[i].dtype, jax.numpy.inexact)
-        )
+        found = []
+        for i, array in enumerate(self.held):
+            is_float = jax.numpy.issubdtype(self.traced.jaxpr.in_avals[i].dtype, jax.numpy.inexact)
+            named = self._named_role(i) == 'parameters'
+            # By what is done with it, a single array of the arguments may be an input as well.
+            kept = array.role == 'parameters' and ('/' in array.row.path or i in state)
+            used = array.role == 'other' and i in state and bool(self.uses.get(array.row.path))
+            if is_float and (named or kept or used):
+                found.append(i)
+        return tuple(found)
 
     @functools.cached_property
     def batch(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from meshwright.jaxpr.primitives import ELEMENTWISE, MOVES, SCATTERS, names_in
 from meshwright.jaxpr.values import Block, Value, carries, ties
 
 # A result of these replaces their first operand, as in a cache.
-_UPDATES = SCATTERS | names_in('dynamic_update_slice')
+UPDATES = SCATTERS | names_in('dynamic_update_slice')
 _KEEPING = ELEMENTWISE | MOVES | names_in('random_fold_in random_split cond while')
 _CHANGED_SHAPE = names_in('slice dynamic_slice squeeze reshape transpose expand_dims gather')
 
@@ -106,7 +106,7 @@ class _Sources:
                         self._add(made, source)
                 for given, returned in carries(step):
                     self._add(given, returned)
-            elif step.name in _UPDATES:
+            elif step.name in UPDATES:
                 self._add(step.outputs[0], step.inputs[0])
             elif step.name in _KEEPING or step.is_border:
                 for made, source in _of_equal_shape(step.inputs, step.outputs, step.name):
