@@ -103,6 +103,8 @@ def _distinct(variants: Sequence[Variant]) -> Iterator[Variant]:
         if places & own or 2 * rest < total:
             continue
         yield variant
+        if variant.candidate.weight > 1:  # what else is sent depends on it
+            return
         places |= own
         gone |= {*variant.vanished}
 

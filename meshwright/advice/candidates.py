@@ -36,6 +36,7 @@ from partitioning.plan.rows import PlanRow
 from partitioning.products.flops import PRODUCTS
 
 _ELSEWHERE = 0.85  # the weight of a layout that only its bytes speak for
+_BATCH = 3.0  # the weight of sharding a batch that every device has
 _NEAR = 40  # values around an exchange that are looked at
 _MADE = PRODUCTS | {'gather', 'add', 'custom_vjp_call', 'reduce_sum'}
 
@@ -110,7 +111,9 @@ class Candidates:
         for change in (self._moments(), self._results()):
             if change is not None:
                 yield Candidate(change)
-        yield from map(Candidate, self._batches())
+        is_whole = not any(axes_of_row(row)[0] for row in self._batch)
+        for change in self._batches():  # constraints alone would mend what comes after it
+            yield Candidate(change, weight=_BATCH if is_whole else 1.0)
 
     def _moments(self) -> StateChange | None:
         pairs = [
