@@ -193,7 +193,7 @@ def user_paths(fn: Any, args: Sequence[Any], traced: TracedCall) -> list[tuple[s
     names = _parameter_names(fn, len(args))
     for name, arg in zip(names, args, strict=True):
         for path, x in jax.tree_util.tree_flatten_with_path(arg)[0]:
-            if hasattr(x, 'shape') and hasattr(x, 'dtype'):
+            if isinstance(getattr(x, 'shape', None), tuple) and hasattr(x, 'dtype'):
                 parts = [part for part in key_names(path) if part not in _WRAPPERS]
                 found.append(((name, *parts), tuple(x.shape), x.dtype))
     types = [(aval.shape, aval.dtype) for aval in traced.jaxpr.in_avals]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -14,6 +15,7 @@ from meshwright.dry.stand_in import StandIn
 from meshwright.user_lines import short_source, user_line
 
 _OWN = Path(__file__).parent
+_PACKAGE = f'{_OWN.parent}{os.sep}'
 # Modules whose errors a script would see on the machine too: those of arrays and of files.
 _LIKE_THE_MACHINE = {str(_OWN / name) for name in ('stand_in.py', 'stores.py', 'libraries.py')}
 
@@ -63,7 +65,7 @@ def _frames(traceback: TracebackType | None) -> Any:
 
 
 def _is_own(file: str) -> bool:
-    return file.startswith(str(_OWN)) or file == jax_private.__file__
+    return file.startswith(_PACKAGE)
 
 
 def _name_of(frame: FrameType) -> str:

@@ -231,3 +231,18 @@ def test_donated_arrays_are_gone_if_a_result_takes_their_place(run_dry):
 def test_the_wait_is_a_time(run_dry, wait):
     status, out, err = run_dry('', f'--wait={wait}')
     assert (status, out) == (2, '') and err == f'error: --wait={wait} must be more than 0 seconds\n'
+
+
+ODD_ARGUMENTS = """
+class Odd:
+    dtype = 'float32'
+    def shape(self): return ()
+
+def run(fn, *args): return fn(w, x)
+run(step, Odd())
+"""
+
+
+def test_what_looks_like_an_array_is_no_array(run_dry):
+    status, out, _ = run_dry(ODD_ARGUMENTS, '--steps=1')
+    assert status == 0 and 'the run ended after 1 call of step' in out
