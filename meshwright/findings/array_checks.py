@@ -102,7 +102,7 @@ def find_whole_batches(facts: ProgramFacts) -> Iterator[Finding]:
             'warning',
             'whole batch',
             facts.path(i),
-            f'{and_more(fitting)}its {rows:,} rows are not divided along {axis!r}{unlike}: all '
+            f'{and_more(fitting)}its {rows:,} rows are not divided along {axis!r}{unlike}: the '
             f'{size} devices along it compute the same rows; write '
             f'{axes_str((kept, *facts.axes[i][1:]))}',
         )

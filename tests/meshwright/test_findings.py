@@ -176,13 +176,13 @@ FAULTS = {
         lambda: make_program(mesh_of(data=2, fsdp=4), FSDP),
         'whole batch',
         'batch/labels',
-        r"its 16 rows are not divided along 'fsdp': all 4 .*; write P\(\('data', 'fsdp'\), None\)",
+        r"its 16 rows are not divided along 'fsdp': the 4 .*; write P\(\('data', 'fsdp'\), None\)",
     ),
     'labels whole': (
         lambda: make_program(mesh_of(data=8), {}, labels=P()),
         'whole batch',
         'batch/labels',
-        r"16 rows .* along 'data', unlike batch/tokens: all 8 .*; write P\('data', None\)",
+        r"16 rows .* along 'data', unlike batch/tokens: the 8 .*; write P\('data', None\)",
     ),
     'a large array whole': (
         lambda: make_program(mesh_of(fsdp=8), FSDP | {'head': P()}, P('fsdp')),
