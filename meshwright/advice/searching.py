@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from meshwright.advice.candidates import Candidate, Candidates
 from meshwright.advice.estimates import Estimate, Sent, count_steps, estimate_call, estimate_program
@@ -117,7 +118,8 @@ def find_variants(
                 tried[name] = _estimate(subject, candidate, base, laid_out, chip)
         return tried[name]
 
-    if base.sent:
+    # Layouts over explicit axes are part of the types: a trace cannot be edited there.
+    if base.sent and AxisType.Explicit not in mesh.axis_types:
         for candidate in candidates.of_state():
             attempt(candidate)
         ranked = [
@@ -186,7 +188,7 @@ def _estimate(
     """The function with a change by formula, or None if the change does not help."""
     try:
         call = with_change(subject, candidate.change)
-    except ValueError:  # no line or argument is as the change says
+    except Exception:  # no line or argument is as the change says, or the trace cannot be edited
         return None
     if call is None:
         return None
@@ -227,8 +229,10 @@ def compile_variants(
     for number, variant in enumerate(advised.variants):
         if number >= most:  # it does less than those that were compiled
             break
-        call = with_change(advised.subject, variant.change)
-        after = None if call is None else measure(call)
+        after = None
+        with contextlib.suppress(Exception):  # a function that cannot be made has no figures
+            call = with_change(advised.subject, variant.change)
+            after = None if call is None else measure(call)
         if after is not None and after.is_better(before):
             effect = Effect(
                 sent=(before.sent, after.sent),

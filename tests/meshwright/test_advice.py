@@ -262,3 +262,19 @@ def test_arrays_are_named_by_the_call_of_a_library_that_flattens_its_arguments()
 
     Wrapped(step)({'layers': [{'kernel': jnp.zeros((2, 3))}]}, jnp.zeros(4))
     assert seen[0].argument_names == ('model.layers.0.kernel', 'x')
+
+
+def test_layouts_over_explicit_axes_are_explained_and_not_changed():
+    devices = np.reshape(jax.devices(), (4, 2))
+    mesh = Mesh(devices, ('data', 'model'), axis_types=(AxisType.Explicit,) * 2)
+
+    def step(w, x):
+        return jax.sharding.reshard(jnp.tanh(x), P(None, 'model')) * w
+
+    def struct(shape, *spec):
+        return jax.ShapeDtypeStruct(shape, 'float32', sharding=NamedSharding(mesh, P(*spec)))
+
+    with jax.set_mesh(mesh):
+        args = struct((WIDTH,), 'model'), struct((ROWS, WIDTH), 'data', 'model')
+        made = forecast(jax.jit(step), *args, confirm=True)
+    assert [c.kind for c, _ in made.collectives] == ['all-gather'] and not advice(made)
