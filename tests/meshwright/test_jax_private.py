@@ -236,3 +236,19 @@ def test_processes_talk_through_a_client(monkeypatch):
 
     owner, name, value = jax_private.client_of_processes('client')
     assert owner is distributed.global_state and hasattr(owner, name) and value == 'client'
+
+
+def test_the_names_and_shardings_of_results_and_what_is_bound_to_no_device():
+    mesh = jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
+    placed = jax.device_put(jnp.ones(8), rows)
+    step = jax.jit(lambda state, n: ({'w': state['w'] * 2}, n + 1))
+    args = {'w': placed}, jnp.ones(())
+    call = jax_private.read_trace(step.trace(*args))
+    assert call.result_names == ("result[0]['w']", 'result[1]')
+    assert call.uncommitted == (False, True)
+    compiled = step.lower(*args).compile()
+    for made in (compiled, call.lower().compile()):
+        first, second = jax_private.result_shardings(made)
+        assert first.is_equivalent_to(rows, 1) and second.is_fully_replicated
+    assert (compiled.output_shardings[0]['w'], compiled.output_shardings[1]) == (first, second)
