@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import linecache
 import os
 import re
 import sysconfig
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,7 @@ _IN_JAX = re.compile(r'/(?:site|dist)-packages/(?:jax|jaxlib)/')
 _ROOT = f'{Path(__file__).parents[1]}/'
 _PLUMBING = (f'{_ROOT}meshwright/', f'{_ROOT}partitioning/')
 _ABSOLUTE = re.compile(r'/[^\s:]+\.py:\d+')
-# A line that returns a constraint, and a layout that is written where it is used.
-_CONSTRAINING = re.compile(r'return \w*\.?(?:\w+\.)*(?:with_sharding_constraint|reshard)\(\w+, ')
-_WRITTEN = re.compile(r'[\'"]')
+_CONSTRAINING = ('with_sharding_constraint', 'reshard')
 _NESTED = 3  # functions that call each other
 _STANDARD = sysconfig.get_paths()['stdlib']
 
@@ -45,7 +44,7 @@ def find_helpers(constraints: Iterable[tuple[Sequence[str], Any]]) -> frozenset[
 
     `return jax.lax.with_sharding_constraint(x, spec)` in a function of its own says nothing; the
     lines that call the function do. Such a line lays out arrays in several ways for several
-    callers, or returns a constraint whose layout it does not write.
+    callers, or has the layout from an argument of its function.
 
     Args:
       constraints: the call stack and the layout of each constraint.
@@ -69,9 +68,53 @@ def find_helpers(constraints: Iterable[tuple[Sequence[str], Any]]) -> frozenset[
 
 
 def _only_constrains(line: str) -> bool:
+    """Whether a constraint has its layout from an argument of the function that it is in."""
     path, _, number = line.rpartition(':')
-    text = linecache.getline(path, int(number) if number.isdigit() else 0).strip()
-    return bool(_CONSTRAINING.match(text)) and not _WRITTEN.search(text)
+    return number.isdigit() and any(
+        first <= int(number) <= last for first, last in _given_layouts(path)
+    )
+
+
+@functools.cache
+def _given_layouts(path: str) -> tuple[tuple[int, int], ...]:
+    """The first and last lines of the constraints whose layouts are given to their functions."""
+    try:
+        tree = ast.parse(''.join(linecache.getlines(path)))
+    except (SyntaxError, ValueError):
+        return ()
+    found = []
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.Lambda):
+            given = {arg.arg for arg in ast.walk(function.args) if isinstance(arg, ast.arg)}
+            for call in _calls_in(function):
+                is_moved = call.args and isinstance(call.args[0], ast.Name)
+                if is_moved and _name_of(call) in _CONSTRAINING:
+                    layouts = (*call.args[1:], *(word.value for word in call.keywords))
+                    if given & {name for one in layouts for name in _names_of_layout(one)}:
+                        found.append((call.lineno, call.end_lineno or call.lineno))
+    return tuple(found)
+
+
+def _calls_in(node: ast.AST) -> Iterator[ast.Call]:
+    """The calls of a function, without those of functions inside of it."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.Lambda):
+            if isinstance(child, ast.Call):
+                yield child
+            yield from _calls_in(child)
+
+
+def _name_of(call: ast.Call) -> str:
+    return getattr(call.func, 'attr', getattr(call.func, 'id', ''))
+
+
+def _names_of_layout(expression: ast.expr) -> Iterator[str]:
+    """The variables of a layout, without those that say on which mesh."""
+    if isinstance(expression, ast.Call) and _name_of(expression) == 'NamedSharding':
+        for one in (*expression.args[1:], *(word.value for word in expression.keywords)):
+            yield from _names_of_layout(one)
+    else:
+        yield from (node.id for node in ast.walk(expression) if isinstance(node, ast.Name))
 
 
 def stack_of_traceback(traceback: Any) -> tuple[str, ...]:

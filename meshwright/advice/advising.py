@@ -12,10 +12,9 @@ from collections.abc import Iterator, Sequence
 
 from meshwright.advice.estimates import Sent, shape_of
 from meshwright.advice.measuring import key_of
-from meshwright.advice.searching import Advised, Variant
+from meshwright.advice.searching import Advised, Variant, places_of
 from meshwright.causes.cause import (
     Cause,
-    Change,
     CodeChange,
     ConstraintChange,
     ConstraintRemoval,
@@ -45,10 +44,13 @@ def advise(
       advised: the changes that help.
     """
     pairs = list(zip(explanation.collectives, explanation.evidence, strict=True))
-    made = [(c, _without_changes(cause, e, advised)) for (c, cause), e in pairs]
-    taken: set[int] = set()
+    made = [(c, _without_changes(c, cause, e, advised)) for (c, cause), e in pairs]
+    taken = {n for n, (c, cause) in enumerate(made) if _is_told(cause)}
     order = sorted(range(len(pairs)), key=lambda n: -pairs[n][0][0].total_bytes)
-    for variant in _distinct(advised.variants):
+    variants = advised.variants
+    if taken:  # what moves parameters only works around an operation that should be written anew
+        variants = tuple(v for v in variants if v.candidate.keeps_layout or v.compiled is not None)
+    for variant in _distinct(variants):
         left = [n for n in order if n not in taken]
         if variant.compiled is None:
             left = [n for n in left if not _is_needed(pairs[n][1], advised)]
@@ -79,7 +81,7 @@ def _is_gone(
     value, axes = evidence.value, set(collective.axes)
     shape = shape_of(value)
     lines = {cause.source, evidence.made_at, evidence.used_at, collective.source}
-    if {cause.source, cause.array} & {*_concerned(variant.change)}:
+    if {cause.source, cause.array} & {*places_of(variant.change)}:
         # The compiler may exchange another array of the same line.
         return any(axes == {*sent.axes} for sent in variant.vanished)
     # The layout of a result has no line: it moves what updates the state.
@@ -97,7 +99,7 @@ def _distinct(variants: Sequence[Variant]) -> Iterator[Variant]:
     """The changes without those that are for what a better one removes already."""
     places, gone = set[str](), set[Sent]()
     for variant in variants:
-        own = {*_concerned(variant.change)}
+        own = {*places_of(variant.change)}
         total = sum(variant.vanished.values())
         rest = sum(n for sent, n in variant.vanished.items() if sent not in gone)
         if places & own or 2 * rest < total:
@@ -107,17 +109,6 @@ def _distinct(variants: Sequence[Variant]) -> Iterator[Variant]:
             return
         places |= own
         gone |= {*variant.vanished}
-
-
-def _concerned(change: Change) -> Iterator[str]:
-    """The lines of the constraints that a change concerns, and the paths of the arguments."""
-    for part in change.parts if isinstance(change, JoinedChange) else (change,):
-        if isinstance(part, ConstraintChange | ConstraintRemoval):
-            yield part.source
-        elif isinstance(part, LayoutChange):
-            yield from (part.path, *part.likewise)
-        elif isinstance(part, StateChange):
-            yield from (path for path, _ in part.layouts)
 
 
 def _may_be_gone(collective: Collective, evidence: Evidence | None, variant: Variant) -> bool:
@@ -131,8 +122,18 @@ def _may_be_gone(collective: Collective, evidence: Evidence | None, variant: Var
     )
 
 
+def _is_told(cause: Cause | None) -> bool:
+    """Whether the change of a cause is one that only the author can write."""
+    return (
+        cause is not None
+        and len(cause.all_changes) == 1
+        and cause.change != ''
+        and isinstance(cause.all_changes[0], CodeChange)
+    )
+
+
 def _without_changes(
-    cause: Cause | None, evidence: Evidence | None, advised: Advised
+    collective: Collective, cause: Cause | None, evidence: Evidence | None, advised: Advised
 ) -> Cause | None:
     """A cause without the changes that were not tried, or did not help; words for the author stay.
 
@@ -148,6 +149,18 @@ def _without_changes(
             why=missing.why,
             change=str(missing.change),
             all_changes=(missing.change,),
+            avoidable=True,
+        )
+    misfit = next((one for one in advised.misfits if one.is_of(collective, evidence)), None)
+    if misfit is not None:
+        return dataclasses.replace(
+            cause,
+            source=misfit.line,
+            array=misfit.array,
+            rule='',
+            why=misfit.why,
+            change=str(misfit.change),
+            all_changes=(misfit.change,),
             avoidable=True,
         )
     kept = [c for c in cause.all_changes if isinstance(c, RuleChange | CodeChange)]

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh
 from meshwright.advice.candidates import Candidate, Candidates
 from meshwright.advice.estimates import Estimate, Sent, count_steps, estimate_call, estimate_program
 from meshwright.advice.measuring import Key, Measured
+from meshwright.advice.misfits import Misfit, find_misfits
 from meshwright.advice.shard_maps import MissingSpec, find_missing_specs
 from meshwright.advice.variants import Subject, make_subject, with_change
 from meshwright.causes.cause import (
@@ -18,6 +19,7 @@ from meshwright.causes.cause import (
     ConstraintChange,
     ConstraintRemoval,
     Effect,
+    JoinedChange,
     LayoutChange,
     StateChange,
     join_changes,
@@ -35,6 +37,7 @@ _LAID_OUT = 0.05  # the share of the bytes that another layout of a parameter ha
 _SENT, _HELD = 0.98, 1.01  # the share of the bytes that a change may leave
 _JOINED = 1.25  # two changes are kept together if they save this many times more
 _REMOVED = 0.95  # the weight of leaving a constraint out: others may want it
+_CHECKED = 4  # changes that are estimated together with the best one
 _KEPT = 1.1  # the weight of a change that keeps the layout of the parameters
 
 
@@ -74,6 +77,7 @@ class Advised:
       subject: the function.
       rows_axes: the mesh axes over which the rows of the batch are sharded, or should be.
       missing_specs: what is gathered for shard_maps and need not be.
+      misfits: operations that cannot keep the layout of their operand.
     """
 
     base: Estimate
@@ -81,6 +85,7 @@ class Advised:
     subject: Subject
     rows_axes: Axes
     missing_specs: tuple[MissingSpec, ...] = ()
+    misfits: tuple[Misfit, ...] = ()
 
 
 def find_variants(
@@ -133,12 +138,20 @@ def find_variants(
             attempt(candidate)
         _refine(candidates, attempt, tried)
     found = sorted((v for v in tried.values() if v is not None), key=lambda v: -v.saved)
+
+    def estimate(change: Change) -> Estimate | None:
+        changed = with_change(subject, change)
+        if changed is None:
+            return None
+        return estimate_call(changed, mesh, laid_out.slices or None, chip)
+
     return Advised(
         base=base,
-        variants=tuple(found),
+        variants=tuple(_helping_together(found, estimate)),
         subject=subject,
         rows_axes=candidates.rows_axes,
         missing_specs=find_missing_specs(laid_out),
+        misfits=find_misfits(traced.values, subject.by_path, possible.layouts.sizes),
     )
 
 
@@ -172,6 +185,43 @@ def _refine(
         joined = attempt(Candidate(both, keeps_layout=keeps))
         if joined is not None and joined.saved <= _JOINED * best.saved:
             tried[str(both)] = None
+
+
+def _helping_together(
+    found: Sequence[Variant], estimate: Callable[[Change], Estimate | None]
+) -> Iterator[Variant]:
+    """The best change, other changes of the same place, and those that still help once it is made.
+
+    A fault has many cures. What cures it elsewhere, such as in the layer before, saves nothing once
+    the fault itself is mended.
+    """
+    made, checked = found[0] if found else None, 0
+    for variant in found:
+        if made is None or variant is made or not _is_elsewhere(variant.change, made.change):
+            yield variant
+        elif checked < _CHECKED:
+            checked += 1
+            try:
+                both = estimate(join_changes(made.change, variant.change))
+            except ValueError:  # they do not fit each other
+                continue
+            if both is not None and both.is_better(made.estimate):
+                yield variant
+
+
+def _is_elsewhere(change: Change, other: Change) -> bool:
+    return {*places_of(change)}.isdisjoint(places_of(other))
+
+
+def places_of(change: Change) -> Iterator[str]:
+    """The lines of the constraints that a change concerns, and the paths of the arguments."""
+    for part in change.parts if isinstance(change, JoinedChange) else (change,):
+        if isinstance(part, ConstraintChange | ConstraintRemoval):
+            yield part.source
+        elif isinstance(part, LayoutChange):
+            yield from (part.path, *part.likewise)
+        elif isinstance(part, StateChange):
+            yield from (path for path, _ in part.layouts)
 
 
 def _best(variants: Iterable[Variant | None]) -> Variant | None:

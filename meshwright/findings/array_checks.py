@@ -10,7 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from meshwright.findings.program_facts import ROW_AXES, ProgramFacts, free_dimension
+from meshwright.causes.row_axes import ROW_AXES
+from meshwright.findings.program_facts import ProgramFacts, free_dimension
 from meshwright.findings.wording import and_more, axes_str, line_of, type_str
 from meshwright.jaxpr.values import Axes, Step
 from partitioning.amounts import bytes_str, share_str
@@ -90,7 +91,7 @@ def find_whole_batches(facts: ProgramFacts) -> Iterator[Finding]:
             continue
         if others:
             fitting = [i for i in fitting if facts.nbytes(i) >= _SHARE_OF_BATCH * total]
-        elif axis in facts.activation_axes or (axis in used and axis not in ROW_AXES):
+        elif axis in facts.activation_axes or (axis in used and not facts.is_meant_for_rows(axis)):
             continue
         if not fitting:
             continue

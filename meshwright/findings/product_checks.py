@@ -6,7 +6,8 @@ import collections
 import math
 from collections.abc import Iterator, Sequence
 
-from meshwright.findings.program_facts import ROW_AXES, ProgramFacts, free_dimension
+from meshwright.causes.row_axes import ROW_AXES
+from meshwright.findings.program_facts import ProgramFacts, free_dimension
 from meshwright.findings.wording import all_of, axes_str, line_of, type_str
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.values import Step, Value

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 
 from meshwright.calls.held import HeldArray, named_role
 from meshwright.calls.plain_call import jax_paths, parts_of_name
+from meshwright.causes.row_axes import is_meant_for_rows
 from meshwright.findings.forward_layouts import ForwardLayouts
 from meshwright.findings.state_pairs import UPDATES, pair_state
 from meshwright.jax_private import TracedCall
@@ -22,8 +23,6 @@ from meshwright.jaxpr.values import TO_LOCAL, Axes, Block, Step
 from meshwright.jaxpr.writing_out import spec_axes, write_out
 from partitioning.rules import MeshLike, axis_sizes
 
-# The usual names of mesh axes along which devices have different rows.
-ROW_AXES = {'data', 'batch', 'dp', 'fsdp', 'replica', 'hsdp', 'ddp', 'zero'}
 _USES = ('dot_general', 'ragged_dot_general', 'conv_general_dilated', 'gather')
 
 
@@ -192,6 +191,11 @@ class ProgramFacts:
     def argument(self, i: int) -> str:
         """The name of the parameter of the function that has an array."""
         return self.path(i).partition('/')[0]
+
+    def is_meant_for_rows(self, axis: str) -> bool:
+        """Whether a mesh axis that divides parameters should divide the rows of the batch, too."""
+        made = (value for step in self.steps for value in step.outputs)
+        return is_meant_for_rows(axis, made, {self.path(i) for i in self.weights})
 
     @property
     def line(self) -> str:
