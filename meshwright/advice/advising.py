@@ -15,6 +15,7 @@ from meshwright.advice.measuring import key_of
 from meshwright.advice.searching import Advised, Variant, places_of
 from meshwright.causes.cause import (
     Cause,
+    Change,
     CodeChange,
     ConstraintChange,
     ConstraintRemoval,
@@ -28,8 +29,10 @@ from meshwright.causes.evidence import Evidence
 from meshwright.causes.explaining import Explanation
 from meshwright.causes.layouts import axes_of_row
 from meshwright.causes.wording import spec_text
+from meshwright.jaxpr.primitives import CONSTRAINTS
 from meshwright.program.collectives import Collective
 
+_SAME = 0.98  # a change that leaves more of what is sent does not save any of it
 # Exchanges in which data moves along several mesh axes at once.
 _ALONG_SEVERAL = ('collective-permute', 'all-to-all')
 
@@ -51,10 +54,15 @@ def advise(
     if taken:  # what moves parameters only works around an operation that should be written anew
         variants = tuple(v for v in variants if v.candidate.keeps_layout or v.compiled is not None)
     for variant in _distinct(variants):
+        if not (variant.row_axes or variant.compiled or _by_formula(variant, advised)):
+            continue
         left = [n for n in order if n not in taken]
         if variant.compiled is None:
             left = [n for n in left if not _is_needed(pairs[n][1], advised)]
         matched = [n for n in left if _is_gone(*pairs[n][0], pairs[n][1], variant)]
+        if variant.row_axes:
+            left = [n for n in order if n not in taken]
+            matched = _of_rows(left, pairs, variant)
         if not matched and variant.compiled is None:
             # Formulas see another exchange than the compiler has made.
             matched = [n for n in left if _may_be_gone(pairs[n][0][0], pairs[n][1], variant)][:1]
@@ -66,8 +74,46 @@ def advise(
             c, cause = made[n]
             if cause is not None:
                 needed = _is_needed(pairs[n][1], advised)
-                made[n] = c, _with_variant(cause, variant, advised, needed=needed)
+                told = _with_variant(cause, variant, advised, needed=needed)
+                made[n] = c, _of_constraint(told, variant.change, explanation)
     return tuple(made)
+
+
+def _of_constraint(cause: Cause, change: Change, explanation: Explanation) -> Cause:
+    """A cause whose reason names the constraint that its change replaces, and its layout."""
+    first = change.parts[0] if isinstance(change, JoinedChange) else change
+    if not isinstance(first, ConstraintChange) or not first.replaces:
+        return cause
+    held = next(
+        (
+            value.layout
+            for value in explanation.traced.values
+            if value.primitive in CONSTRAINTS and value.shape == first.shape
+            if value.line == first.source and value.layout is not None
+        ),
+        None,
+    )
+    if held is None:
+        return cause
+    why = f'the constraint at {first.source} asks for {spec_text(held)}; {cause.why}'
+    end = f', and the constraint at {first.source} asks for another layout'
+    return dataclasses.replace(cause, why=why.replace(end, ''))
+
+
+def _of_rows(
+    left: Sequence[int],
+    pairs: Sequence[tuple[tuple[Collective, Cause | None], Evidence | None]],
+    variant: Variant,
+) -> list[int]:
+    """The exchanges along axes that the rows lack: of activations, or else of anything."""
+    found = [n for n in left if {*pairs[n][0][0].axes} & {*variant.row_axes}]
+    values = [(n, e.value) for n in found if (e := pairs[n][1]) is not None]
+    moved = [
+        n
+        for n, value in values
+        if value is not None and not (value.argument or value.gradient_of or value.update_of)
+    ]
+    return moved or found[:1]
 
 
 def _is_gone(
@@ -163,6 +209,18 @@ def _without_changes(
             all_changes=(misfit.change,),
             avoidable=True,
         )
+    uneven = next((one for one in advised.uneven if one.is_of(collective, evidence)), None)
+    if uneven is not None:
+        return dataclasses.replace(
+            cause,
+            source=uneven.line or cause.source,
+            array=uneven.array,
+            rule='',
+            why=uneven.why,
+            change=str(uneven.change),
+            all_changes=(uneven.change,),
+            avoidable=not uneven.path,
+        )
     kept = [c for c in cause.all_changes if isinstance(c, RuleChange | CodeChange)]
     kept = kept if cause.suspect else []
     told = bool(kept) and isinstance(kept[0], CodeChange)
@@ -188,16 +246,15 @@ def _is_needed(evidence: Evidence | None, advised: Advised) -> bool:
 
 def _with_variant(cause: Cause, variant: Variant, advised: Advised, *, needed: bool) -> Cause:
     """A cause with a change that removes the exchange."""
-    change, base = variant.change, advised.base
-    effect = variant.compiled or Effect(
-        sent=(base.sent, variant.estimate.sent), peak=(base.peak, variant.estimate.peak)
-    )
+    change, effect = variant.change, variant.compiled or _by_formula(variant, advised)
     first = change.parts[0] if isinstance(change, JoinedChange) else change
     source, array, why = cause.source, cause.array, cause.why
     if isinstance(first, ConstraintChange | ConstraintRemoval):
         source = first.source
     elif isinstance(first, LayoutChange):
         array = first.path or array
+    elif variant.row_axes and advised.missing_rows is not None:
+        array, why = advised.missing_rows.array, advised.missing_rows.why
     elif isinstance(first, StateChange) and first.layouts:
         array = first.layouts[0][0]
         why += _of_moment(array, advised)
@@ -208,10 +265,27 @@ def _with_variant(cause: Cause, variant: Variant, advised: Advised, *, needed: b
         why=why,
         change=str(change),
         confirmed=True if variant.compiled is not None else None,
-        avoidable=variant.candidate.keeps_layout and not needed,
+        avoidable=variant.candidate.keeps_layout and variant.helps and not needed,
         effect=effect,
         all_changes=(change, *(c for c in cause.all_changes if c != change)),
     )
+
+
+def _by_formula(variant: Variant, advised: Advised) -> Effect | None:
+    """What a change does to the compiled program, as far as formulas can tell; None if they cannot.
+
+    Formulas see a faulty program worse than a good one, whose exchanges are those that its layouts
+    need. So the program as it is counts as compiled, and a saving is what is left of it.
+    """
+    before, sends = advised.base.sent, advised.sends
+    if not variant.helps or not before:
+        return None
+    after = variant.estimate.sent * max(1.0, sends / before)
+    if variant.estimate.sent >= _SAME * before:  # it only holds less
+        after = sends
+    elif after >= _SAME * sends:
+        return None
+    return Effect(sent=(sends, after), peak=(advised.base.peak, variant.estimate.peak))
 
 
 def _of_moment(path: str, advised: Advised) -> str:

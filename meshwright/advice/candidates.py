@@ -104,6 +104,10 @@ class Candidates:
         found = [axes for axes, _ in votes.most_common() if axes]
         return found[0] if found else self._possible.layouts.batch_axes
 
+    def row_of(self, path: str) -> PlanRow | None:
+        """The layout of an argument."""
+        return self._rows.get(path)
+
     # Arguments and results
 
     def of_state(self) -> Iterator[Candidate]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jax.sharding import AxisType, Mesh
@@ -12,7 +13,9 @@ from meshwright.advice.candidates import Candidate, Candidates
 from meshwright.advice.estimates import Estimate, Sent, count_steps, estimate_call, estimate_program
 from meshwright.advice.measuring import Key, Measured
 from meshwright.advice.misfits import Misfit, find_misfits
+from meshwright.advice.rows import MissingRows, find_missing_rows
 from meshwright.advice.shard_maps import MissingSpec, find_missing_specs
+from meshwright.advice.uneven import Uneven, find_uneven
 from meshwright.advice.variants import Subject, make_subject, with_change
 from meshwright.causes.cause import (
     Change,
@@ -25,6 +28,7 @@ from meshwright.causes.cause import (
     join_changes,
 )
 from meshwright.causes.explaining import Explanation
+from meshwright.causes.layouts import axes_of_row
 from meshwright.jax_private import TracedCall
 from meshwright.jaxpr import TracedProgram
 from meshwright.jaxpr.values import Axes
@@ -52,6 +56,8 @@ class Variant:
       vanished: the exchanges that are gone, by formula.
       compiled: what it does to the compiled program; None if that was not tried.
       gone: the exchanges of the compiled program that are gone.
+      row_axes: the mesh axes that the rows of the batch lack, if it adds them.
+      helps: whether the formulas show that it lowers anything.
     """
 
     candidate: Candidate
@@ -60,6 +66,8 @@ class Variant:
     vanished: dict[Sent, float]
     compiled: Effect | None = None
     gone: frozenset[Key] = frozenset()
+    row_axes: Axes = ()
+    helps: bool = True
 
     @property
     def change(self) -> Change:
@@ -78,6 +86,9 @@ class Advised:
       rows_axes: the mesh axes over which the rows of the batch are sharded, or should be.
       missing_specs: what is gathered for shard_maps and need not be.
       misfits: operations that cannot keep the layout of their operand.
+      uneven: sizes that the devices along an axis do not divide.
+      sends: the bytes that a device sends in the compiled program.
+      missing_rows: what is known of axes that the rows of the batch lack.
     """
 
     base: Estimate
@@ -86,6 +97,9 @@ class Advised:
     rows_axes: Axes
     missing_specs: tuple[MissingSpec, ...] = ()
     misfits: tuple[Misfit, ...] = ()
+    uneven: tuple[Uneven, ...] = ()
+    sends: float = 0.0
+    missing_rows: MissingRows | None = None
 
 
 def find_variants(
@@ -134,6 +148,7 @@ def find_variants(
             *_of_causes(explanation),
         ]
         ranked.sort(key=lambda pair: -pair[0])
+        ranked = [pair for pair in ranked if not _moves_rows_only(pair[1].change, candidates)]
         for _, candidate in ranked[: max(budget - len(tried) - min(_FEWEST, budget // 2), 0)]:
             attempt(candidate)
         _refine(candidates, attempt, tried)
@@ -145,12 +160,21 @@ def find_variants(
             return None
         return estimate_call(changed, mesh, laid_out.slices or None, chip)
 
+    variants = list(_helping_together(found, estimate))
+    missing_rows = find_missing_rows(subject, traced, possible.layouts.sizes)
+    if missing_rows is not None and (made := estimate(missing_rows.candidate.change)) is not None:
+        # Other layouts of the parameters would only suit a batch that is whole along these axes.
+        rest = [v for v in variants if v.candidate.keeps_layout]
+        variants = [_with_rows(missing_rows, made, base), *rest]
     return Advised(
         base=base,
-        variants=tuple(_helping_together(found, estimate)),
+        variants=tuple(variants),
+        missing_rows=missing_rows,
         subject=subject,
         rows_axes=candidates.rows_axes,
         missing_specs=find_missing_specs(laid_out),
+        uneven=find_uneven(traced.values, subject.by_path, possible.layouts.sizes),
+        sends=sum(c.total_bytes for c, _ in explanation.collectives),
         misfits=find_misfits(traced.values, subject.by_path, possible.layouts.sizes),
     )
 
@@ -161,6 +185,21 @@ def _of_causes(explanation: Explanation) -> Iterator[tuple[float, Candidate]]:
         for number, change in enumerate(cause.all_changes if cause else ()):
             if isinstance(change, ConstraintChange | ConstraintRemoval):
                 yield collective.total_bytes / (2 + number), Candidate(change)
+
+
+def _moves_rows_only(change: Change, candidates: Candidates) -> bool:
+    """Whether a change only moves the axes of the rows within parameters.
+
+    Formulas then see products that sum over these axes, and compilers gather the parameters.
+    """
+    row = candidates.row_of(change.path) if isinstance(change, LayoutChange) else None
+    if row is None or not isinstance(change, LayoutChange):
+        return False
+
+    def others(layout: Sequence[Axes]) -> list[list[str]]:
+        return [[a for a in axes if a not in candidates.rows_axes] for axes in layout]
+
+    return others(axes_of_row(row)) == others(change.layout)
 
 
 def _refine(
@@ -207,6 +246,18 @@ def _helping_together(
                 continue
             if both is not None and both.is_better(made.estimate):
                 yield variant
+
+
+def _with_rows(missing: MissingRows, estimate: Estimate, base: Estimate) -> Variant:
+    """The function with the rows of the batch over all axes, whether or not it sends less."""
+    return Variant(
+        candidate=missing.candidate,
+        estimate=estimate,
+        saved=math.inf,
+        vanished=estimate.vanished(base),
+        row_axes=missing.axes,
+        helps=estimate.is_better(base),
+    )
 
 
 def _is_elsewhere(change: Change, other: Change) -> bool:
