@@ -184,7 +184,9 @@ class Candidates:
 
     def of_constraints(self) -> Iterator[tuple[float, Candidate]]:
         """For each line with constraints, the layout that its array has elsewhere, or none."""
-        sites = self._constraints()
+        sites = [
+            (weight, value) for weight, value in self._constraints() if not self._fits_dims(value)
+        ]
         for weight, value in sites:
             implied = self.implied(value)
             if implied != value.layout:
@@ -204,6 +206,7 @@ class Candidates:
         if change is not None:
             source = getattr(change, 'source', '')
             sites = [value for value in sites if value.line == source]
+        sites = [value for value in sites if not self._fits_dims(value)]
         for value in sites[: None if change is not None else 1]:
             layout = value.layout or ()
             for other in (*_rearranged(layout), *self._filled(layout)):
@@ -214,6 +217,20 @@ class Candidates:
     def _is_alike(self, other: Value, value: Value, implied: Layout) -> bool:
         """Whether another array of the same line is laid out alike, and should be."""
         return other.layout == value.layout and self.implied(other) == implied
+
+    def _fits_dims(self, value: Value) -> bool:
+        """Whether a constraint only says which of the layouts of its dimensions an array has.
+
+        Under sequence parallelism, the length and the columns of a kernel are over the same axis.
+        """
+        layout = value.layout or ()
+        lost = {a for own in self.implied(value) for a in own} - {a for own in layout for a in own}
+        pairs = zip(layout, value.dims, strict=True)
+        return (
+            not lost
+            and any(layout)
+            and all({*axes} <= {*(dim.axes if dim is not None else ())} for axes, dim in pairs)
+        )
 
     def _filled(self, layout: Layout) -> Iterator[Layout]:
         """Layouts that also use mesh axes which a layout does not use."""

@@ -45,6 +45,7 @@ class Evidence:
       used_at: the user's line that needs the result.
       path: the path of the jax operation.
       dtype: the type of its elements, as XLA writes it.
+      combined: how many arrays the compiler has joined into the one that it moves.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Evidence:
     used_at: str = ''
     path: str = ''
     dtype: str = ''
+    combined: int = 1
 
     @property
     def moved(self) -> Dim | None:
@@ -95,6 +97,12 @@ def find_evidence(
         given = Place(inside[first.instruction.operands[first.part or 0]], first.computation)
         array = given.instruction.outputs[0]
         makers = matcher.flow.makers(given)
+    joined = _joined(makers)
+    if joined:  # as GPUs do to send small arrays at once
+        given = max(joined, key=lambda place: place.instruction.nbytes)
+        array, makers = given.instruction.outputs[0], matcher.flow.makers(given)
+        flat = [m for m in makers if m.instruction.nbytes == given.instruction.nbytes]
+        array = flat[0].instruction.outputs[0] if flat else array
     value, maker = _find_operand(makers, instruction, array, matcher, whole_along)
     index = number if len(operands) > 1 else None
     takers = matcher.flow.takers(place._replace(part=index))
@@ -114,7 +122,21 @@ def find_evidence(
         used_at=used_at or own_line,
         path=collective.op_name,
         dtype=arrays[0].dtype,
+        combined=max(len(joined), 1),
     )
+
+
+def _joined(makers: Sequence[Place]) -> list[Place]:
+    """The arrays that the compiler has joined into one for an exchange, or [].
+
+    It is the compiler's if the operation has no place in the program.
+    """
+    if len(makers) != 1 or makers[0].instruction.opcode != 'concatenate':
+        return []
+    instruction, computation, _ = makers[0]
+    if instruction.op_name:
+        return []
+    return [Place(computation.instructions[name], computation) for name in instruction.operands]
 
 
 def layout_of(value: Value, array: ArrayType, layouts: KnownLayouts) -> tuple[Axes, ...]:

@@ -99,6 +99,9 @@ class Move:
             why += f'; {rule} is not as in the standard rules'
         if misplaced := possible.fitting_layouts(*around):
             why += f'; the layout of {misplaced[0].path} does not fit its uses'
+        if (others := evidence.combined - 1) > 0:
+            arrays = 'one more array' if others == 1 else f'{others} more arrays'
+            why += f'; the compiler sends {arrays} together with it'
         distinct = tuple(dict.fromkeys([*unusual, *misplaced, *changes]))
         return Cause(
             source=source or evidence.used_at or evidence.made_at,
@@ -122,11 +125,14 @@ def explain_exchange(evidence: Evidence, possible: PossibleChanges) -> Cause:
     value = evidence.value
     if value is None:
         return Cause(
-            source=evidence.made_at,
-            array='',
+            source=evidence.made_at or evidence.used_at,
+            array='an array of the compiler',
             logical_axes=(),
             rule='',
-            why=f'an {evidence.kind} over {over(evidence.axes)}',
+            why=(
+                f'the compiler moves an array over {over(evidence.axes)} that no line of the '
+                'program makes'
+            ),
         )
     move, operation = Move(evidence, value, possible), evidence.path.rpartition('/')[2]
     if evidence.kind == 'all-gather':
