@@ -179,7 +179,9 @@ def hold(
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
     why = 'nothing lays it out'
     if isinstance(sharding, Sharding):
-        why = f'the {noun} is laid out by {spec_str(spec) if any(spec) else "None"}'
+        why = 'its PartitionSpec has no axis'
+        if any(spec):
+            why = f'the {noun} is laid out by {spec_str(spec)}'
     struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     planned = role if role in ('parameters', 'optimizer') else 'other'
     row = row_of_array('/'.join(path), struct, spec, mesh, why, None, planned)

@@ -31,7 +31,7 @@ from meshwright.causes.layouts import axes_of_row
 from meshwright.causes.possible_changes import PossibleChanges
 from meshwright.causes.value_graph import lacks
 from meshwright.causes.whole_dimensions import cast_late, written_for, written_otherwise
-from meshwright.causes.wording import in_words, name_dim, say_layout, say_rows, what_makes
+from meshwright.causes.wording import in_words, name_dim, say_rows, spec_text, what_makes
 from meshwright.jaxpr.implied_exchanges import KINDS
 from meshwright.jaxpr.primitives import names_in
 from meshwright.jaxpr.values import Value
@@ -64,9 +64,12 @@ class Move:
     def split(self) -> str:
         """The layout of the value before the exchange, for people."""
         moved = self.evidence.moved
-        along = f' along {name_dim(moved)}' if moved and (moved.name or moved.argument) else ''
-        along = '' if self.value.argument and not self.name else along
-        return f'{in_words(self.value)} is sharded over {over(self.evidence.axes)}{along}'
+        words, axes = in_words(self.value), over(self.evidence.axes)
+        if moved is not None and moved.name:
+            return f'{words} is sharded over {axes} along {name_dim(moved)}'
+        layout, shape = self.evidence.layout, self.value.shape
+        held = f', {shape} as {spec_text(layout)},' if any(layout) and len(shape) > 1 else ''
+        return f'{words}{held} is sharded over {axes}'
 
     def cause(
         self,
@@ -90,10 +93,8 @@ class Move:
         """
         possible, evidence = self.possible, self.evidence
         around = () if asked_for else (self.value, *evidence.taken_by)
-        if rule is None:  # without rules, the layout of an argument decides
-            rule = possible.layouts.rule_for(self.name) or say_layout(
-                evidence.moved, possible.layouts
-            )
+        if rule is None:
+            rule = possible.layouts.rule_for(self.name)
         if unusual := possible.standard_rules(*around):
             rule = possible.layouts.rule_for(unusual[0].names[0])
             why += f'; {rule} is not as in the standard rules'
@@ -191,13 +192,15 @@ def _explain_sum(move: Move) -> Cause:
     summed = next((d for d in value.contracted if d and set(d.axes) & set(axes)), None)
     summed = summed or next((d for d in value.contracted if d and d.name), None)
     name = summed.name if summed else None
-    rule = layouts.rule_for(name) or say_layout(summed, layouts)
+    rule = layouts.rule_for(name)
     if value.size <= 1 or (by_rows and name in ('batch', 'length', None) and len(value.shape) < 2):
         why = f'a sum over values on different devices along {over(axes)}'
         return move.cause(why, rule=rule, suspect=False, source=made_at)
     rows = say_rows(layouts)
+    own = {operand.argument for operand in value.operands}
+    told = summed if summed and (summed.name or summed.argument in own) else None
     why = (
-        f'{what_makes(value)} sums over {name_dim(summed)}, which is sharded over {over(axes)}, so '
+        f'{what_makes(value)} sums over {name_dim(told)}, which is sharded over {over(axes)}, so '
         f'that each device has a part of the sum{f"; {rows}" if rows else ""}'
     )
     # Devices along the axes of the batch have different rows, unless a constraint gives them all.
@@ -230,11 +233,11 @@ def _explain_gathered_argument(move: Move) -> Cause:
     if not set(evidence.axes) <= set(layouts.batch_axes):
         changes += possible.relax(evidence)
         changes += layouts.fewer_axes(move.name) if move.name else []
-        why = f'{move.split}, but the operation at {line} needs all of it'
+        why = f'{move.split}, and is used at {line}, which needs all of it'
         return move.cause(why, changes)
     if row is not None and row.role == 'other':
         changes += possible.relax(evidence)
-        return move.cause(f'{move.split}, but {line} needs all of it', changes)
+        return move.cause(f'{move.split}, and is used at {line}, which needs all of it', changes)
     why = (  # as FSDP does
         f'expected: {move.split}, and each device needs all of it{f" at {line}" if line else ""} '
         'for its rows'
@@ -334,7 +337,7 @@ def _needed_otherwise(move: Move) -> Cause:
         *written_otherwise(value, evidence.used_at, possible.layouts),
         *possible.lay_out(value, evidence.layout),
     ]
-    why = f'{move.split}, but {evidence.used_at} needs another layout'
+    why = f'{move.split}, and is used at {evidence.used_at}, which needs another layout'
     return move.cause(why, changes, source=evidence.made_at)
 
 

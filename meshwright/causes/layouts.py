@@ -170,8 +170,8 @@ class KnownLayouts:
         return tuple(found)
 
     def rule_for(self, name: str | None) -> str:
-        """The rule that decides a name, as text; '' for None."""
-        if name is None:
+        """The rule that decides a name, as text; '' for None, and in programs without rules."""
+        if name is None or not list(self.rules):
             return ''
         rules = [tuple(rule) for rule in self.rules if rule[0] == name]
         used = [rule for rule in rules if rule[1]] or rules

@@ -27,7 +27,7 @@ def what_makes(value: Value) -> str:
     arguments = list(dict.fromkeys(o.argument for o in value.operands if o.argument))
     used = f' with {arguments[0]}' if arguments else ''
     used = f' of {arguments[0]} and {arguments[1]}' if len(arguments) > 1 else used
-    backward = ', in the backward pass' if value.backward else ''
+    backward = ', for a gradient' if value.backward else ''
     if name in PRODUCTS:
         return f'the product{used or " of two activations"}{at}{backward}'
     if name == 'gather':
@@ -36,6 +36,8 @@ def what_makes(value: Value) -> str:
         return f'the gradient of the lookup{at}'
     if name.startswith('reduce_'):
         return f'{_LARGEST.get(name, "the sum")}{at}{backward}'
+    if name == 'add_any':  # the sum of the gradients of the uses of an array
+        return f'the sum of gradients{at}'
     return f'{name}{at}{backward}' if name else what_is(value)
 
 
@@ -53,14 +55,6 @@ def name_dim(dim: Dim | None) -> str:
     if dim.name:
         return repr(dim.name)
     return f'dimension {dim.number} of {dim.argument}' if dim.argument else 'a dimension'
-
-
-def say_layout(dim: Dim | None, layouts: KnownLayouts) -> str:
-    """The layout of the argument that a dimension comes from, or ''."""
-    row = layouts.rows.get(dim.argument) if dim is not None else None
-    if row is None or not row.shape:
-        return ''
-    return f'{row.path} as {spec_text(axes_of_row(row))}'
 
 
 def spec_text(layout: Sequence[Sequence[str]]) -> str:

@@ -189,7 +189,7 @@ class _Naming:
             kept = [x.gradient_of or x.update_of or x.argument for x in equal]
             changed = next((x.gradient_of or x.update_of for x in equal), '')
             if kept and not changed and not is_backward and value.shape and all(kept):
-                changed = kept[0]
+                changed = kept[0] if kept[0] not in self._inputs else ''
             if step.name == 'add_any' and is_backward:
                 value.gradient_of = changed
             else:
