@@ -35,6 +35,15 @@ _OWN_SETTINGS = (
 )
 
 
+def _flags_of_script(original: Any) -> Any:
+    def define(config: Any) -> None:
+        # The dry run sets a default device, which cannot be the default of a flag: flags are texts.
+        with jax.default_device(None):
+            original(config)
+
+    return define
+
+
 class Imitation:
     """The answers about a machine."""
 
@@ -63,7 +72,9 @@ class Imitation:
         replaced.append(
             (type(machine.devices[0]), 'memory_stats', lambda device: self._memory_stats())
         )
-        replaced.append((type(jax.config), 'update', self._update_config(type(jax.config).update)))
+        config = type(jax.config)
+        replaced.append((config, 'update', self._update_config(config.update)))
+        replaced.append((config, 'config_with_absl', _flags_of_script(config.config_with_absl)))
         return replaced
 
     def _update_config(self, original: Any) -> Any:

@@ -33,9 +33,9 @@ def run_dry(tmp_path, monkeypatch, capfd):
     """Runs a script in an empty folder; returns the status and the texts, and what was written."""
     monkeypatch.chdir(tmp_path)
 
-    def run(script, *flags, topology='v5e:2x2'):
+    def run(script, *flags, topology='v5e:2x2', arguments=()):
         Path('script.py').write_text(START + script)
-        status = command.main([topology, *flags, '--', 'script.py'])
+        status = command.main([topology, *flags, '--', 'script.py', *arguments])
         assert {path.name for path in tmp_path.iterdir()} <= {'script.py'}, 'nothing is written'
         return status, *capfd.readouterr()
 
@@ -62,6 +62,22 @@ def test_checkpoints_are_restored_and_not_written(run_dry):
     status, out, _ = run_dry(CHECKPOINTS)
     assert status == 0 and out.startswith('_CHECKPOINT_METADATA\n3.0\nTrue (64, 64)\n')
     assert '\n  saved\n' in out.partition('not written:')[2]
+
+
+FLAGS = """
+from absl import app
+def main(argv):
+    print(argv[1:], jax.config.jax_debug_nans, jax.config.jax_default_device)
+    step(w, x)
+jax.config.config_with_absl()
+app.run(main)
+"""
+
+
+def test_the_settings_of_jax_may_be_flags(run_dry):
+    pytest.importorskip('absl')
+    status, out, err = run_dry(FLAGS, arguments=['--jax_debug_nans=true', 'config.py'])
+    assert status == 0 and out.startswith("['config.py'] True cpu"), out + err
 
 
 STORE = """
