@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 from jax._src import (
+    ad_util,
     array,
     core,
     dispatch,
@@ -64,6 +65,7 @@ def register_array_type(kind: Any) -> None:
     core.pytype_aval_mappings[kind] = lambda x: core.update_aval_with_sharding(x.aval, x.sharding)
     dtypes.canonicalize_value_handlers[kind] = lambda x: x
     pxla.shard_arg_handlers[kind] = lambda xs, *rest: list(xs)
+    ad_util.raw_jaxval_adders[kind] = ad_util.raw_jaxval_adders[array.ArrayImpl]
     mlir.register_constant_handler(kind, lambda x, aval: mlir.ir_constant(x._value))
 
 

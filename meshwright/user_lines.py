@@ -123,11 +123,12 @@ def stack_of_traceback(traceback: Any) -> tuple[str, ...]:
     The frames of jax are left out, as XLA leaves them out of the text of a program.
     """
     frames = () if traceback is None else traceback.frames
-    return tuple(f'{f.file_name}:{f.line_num}' for f in frames if not _is_jax(f.file_name))
+    return tuple(f'{f.file_name}:{f.line_num}' for f in frames if not is_of_jax(f.file_name))
 
 
 @functools.cache
-def _is_jax(path: str) -> bool:
+def is_of_jax(path: str) -> bool:
+    """Whether a file, or the code at a 'file:line', is jax's own."""
     return bool(_IN_JAX.search(path))
 
 

@@ -21,6 +21,7 @@ from meshwright.dry.stand_in import StandIn
 from meshwright.jaxpr.values import is_backward
 from meshwright.program.costs import read_memory
 from meshwright.time.kernels import count_device_flops, find_kernel_work
+from meshwright.user_lines import is_of_jax
 from partitioning.hardware import JaxDevice
 from partitioning.hardware.compilers import OutOfMemoryError, own_compiler_errors
 from partitioning.products.flops import bodies_of
@@ -81,11 +82,14 @@ class CompiledFunction:
     def trains(self) -> bool:
         """Whether it has a backward pass, or returns a large part of what it takes.
 
-        A training step does; an evaluation or a step of an environment does not.
+        A training step does; an evaluation or a step of an environment does not, and neither does
+        one operation outside `jit`, such as a product of square matrices.
         """
         jaxpr = self.call.jaxpr
         if _has_backward_pass(jaxpr.jaxpr):
             return True
+        if is_of_jax(str(self.source)):
+            return False
         taken = _count_kinds(jaxpr.in_avals)
         returned = taken & _count_kinds(jaxpr.out_avals)
         return _count_bytes(returned) > _RETURNED * _count_bytes(taken)
