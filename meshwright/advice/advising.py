@@ -66,16 +66,20 @@ def advise(
         if not matched and variant.compiled is None:
             # Formulas see another exchange than the compiler has made.
             matched = [n for n in left if _may_be_gone(pairs[n][0][0], pairs[n][1], variant)][:1]
+            # A kernel is gathered in place of the activation that a constraint makes whole.
+            gathers = matched and pairs[matched[0]][0][0].kind == 'all-gather'
+            told = gathers and isinstance(variant.change, ConstraintChange)
+            keeps = variant.candidate.keeps_layout and bool(told)
             variant = dataclasses.replace(
-                variant, candidate=dataclasses.replace(variant.candidate, keeps_layout=False)
+                variant, candidate=dataclasses.replace(variant.candidate, keeps_layout=keeps)
             )
         for n in matched:
             taken.add(n)
             c, cause = made[n]
             if cause is not None:
                 needed = _is_needed(pairs[n][1], advised)
-                told = _with_variant(cause, variant, advised, needed=needed)
-                made[n] = c, _of_constraint(told, variant.change, explanation)
+                cause = _with_variant(cause, variant, advised, needed=needed)
+                made[n] = c, _of_constraint(cause, variant.change, explanation)
     return tuple(made)
 
 
