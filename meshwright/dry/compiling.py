@@ -72,6 +72,11 @@ class CompiledFunction:
         """The code of the function; equal for traces of one function."""
         return self.call.jaxpr.jaxpr.debug_info.func_src_info
 
+    @property
+    def is_operation(self) -> bool:
+        """Whether it is an operation that the script calls outside `jit`."""
+        return is_of_jax(str(self.source))
+
     @functools.cached_property
     def flops(self) -> float:
         """Its FLOPs on all devices together."""
@@ -88,7 +93,7 @@ class CompiledFunction:
         jaxpr = self.call.jaxpr
         if _has_backward_pass(jaxpr.jaxpr):
             return True
-        if is_of_jax(str(self.source)):
+        if self.is_operation:
             return False
         taken = _count_kinds(jaxpr.in_avals)
         returned = taken & _count_kinds(jaxpr.out_avals)

@@ -79,7 +79,7 @@ def _compiled_again(functions: Sequence[CompiledFunction]) -> Iterator[str]:
     for first, second in itertools.combinations(functions, 2):
         if first.name != second.name or not second.flops or not second.calls:
             continue
-        if first.source != second.source:
+        if first.source != second.source or first.is_operation:
             continue
         changes = list(list_differences(first.call, second.call))
         if changes:

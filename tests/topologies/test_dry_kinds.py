@@ -83,6 +83,7 @@ def test_the_settings_of_jax_may_be_flags(run_dry):
 EAGER = """
 @jax.vmap
 def divergence(mean, spread): return (spread - mean * mean - jax.numpy.exp(spread)).sum()
+x @ w, x[:16] @ w
 for _ in range(3):
     g = jax.grad(lambda w: divergence(x @ w, x @ w).mean() + (w * w).sum())(w)
     w = w - 0.1 * g
@@ -94,6 +95,7 @@ for i in range(9): w, value = step(w, x)
 def test_gradients_may_be_taken_outside_jit(run_dry):
     status, out, err = run_dry(EAGER)
     assert status == 0 and out.startswith('(64, 64) True'), out + err
+    assert '\nmatmul ' in out and 'matmul was compiled again' not in out
     assert 'the run ended after 2 calls of step, its largest training step' in out
 
 
