@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax
 import pytest
 from described_machines import needs_libtpu
 
@@ -74,7 +75,17 @@ app.run(main)
 """
 
 
-def test_the_settings_of_jax_may_be_flags(run_dry):
+@pytest.fixture
+def keep_settings(monkeypatch):
+    """Puts back what flags change in jax's settings, for the tests that follow."""
+    monkeypatch.setattr(jax.config, 'use_absl', False)
+    before = jax.config.jax_debug_nans
+    yield
+    monkeypatch.undo()
+    jax.config.update('jax_debug_nans', before)
+
+
+def test_the_settings_of_jax_may_be_flags(run_dry, keep_settings):
     pytest.importorskip('absl')
     status, out, err = run_dry(FLAGS, arguments=['--jax_debug_nans=true', 'config.py'])
     assert status == 0 and out.startswith("['config.py'] True cpu"), out + err
