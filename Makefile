@@ -1,5 +1,6 @@
 # make quickstart   train a small language model on this machine, from nothing
 # make test         lint, type-check and test
+# make test-long    the tests of tens of seconds each: notebooks, compilers, runs from start to end
 # make test-processes  faults of several processes, by name and at random (an hour)
 # make smoke        test every room in under a minute
 # make smoke-lowest the same with the lowest versions that pyproject.toml allows
@@ -17,16 +18,20 @@ VENV ?= .venv
 MODEL_DIR ?= runs/quickstart
 DEV ?= $(VENV)-dev
 LOWEST ?= $(VENV)-lowest
+PARALLEL := -n 3 --dist worksteal --durations=20
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: quickstart test test-processes smoke smoke-lowest lint format notebooks docs benchmarks wheel-check clean
+.PHONY: quickstart test test-long test-processes smoke smoke-lowest lint format notebooks docs benchmarks wheel-check clean
 
 quickstart: $(VENV)/.train
 	$(VENV)/bin/meshwright train quickstart --gin.MODEL_DIR="'$(MODEL_DIR)'"
 
 # Three workers for two cores: tests that start processes wait for them most of the time.
 test: lint
-	$(DEV)/bin/python -m pytest -n 3 --dist worksteal --durations=20 $(PYTEST_ARGS)
+	$(DEV)/bin/python -m pytest $(PARALLEL) $(if $(PYTEST_ARGS),$(PYTEST_ARGS),-m "not long")
+
+test-long: $(DEV)/.dev
+	$(DEV)/bin/python -m pytest $(PARALLEL) -m long
 
 # It can be stopped and started again: it does what the file of results lacks.
 test-processes: $(DEV)/.dev

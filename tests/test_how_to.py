@@ -72,6 +72,7 @@ def run_on(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('page', PAGES)
 def test_the_programs_run(page, run_on, tmp_path, monkeypatch, traces):
     monkeypatch.chdir(tmp_path)

@@ -18,6 +18,7 @@ NOTEBOOKS = sorted(FOLDER.glob('*.ipynb'))
 pytestmark = pytest.mark.core
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook(path):
     """Texts must be equal. Images are only counted, because matplotlib decides their bytes."""

@@ -51,6 +51,7 @@ def layouts_of(name):
 LARGEST_PART = {'8x1': 1.0, '4x2': 0.75, '1x8': 0.55, 'fsdp': 0.25}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ('name', 'layout'),
     [(name, layout) for name in CLIENTS for layout in layouts_of(name)],

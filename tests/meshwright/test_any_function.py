@@ -192,6 +192,7 @@ def test_a_forecast_draws_itself_in_a_notebook():
     assert '<script' not in drawn and drawn.count('<div') == drawn.count('</div')
 
 
+@pytest.mark.long
 def test_questions_need_neither_flax_nor_optax():
     code = """
 import sys

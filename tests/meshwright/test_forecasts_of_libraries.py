@@ -72,8 +72,9 @@ def test_equal_buffers_of_the_layers_are_one(made):
     assert all(array.nbytes == array.count * ROWS * HIDDEN // 8 * 4 for array in found)
 
 
-def test_a_forecast_prints_as_one_line(made):
-    assert re.fullmatch(r'<Forecast of train_step on v5e:2x4: .* MB of 15\.75 GiB>', str(made))
+def test_a_forecast_is_one_line_among_others_and_prints_as_its_table(made):
+    assert re.fullmatch(r'<Forecast of train_step on v5e:2x4: .* MB of 15\.75 GiB>', repr(made))
+    assert str(made) == str(forecast_table([made]))
 
 
 def test_texts_have_no_folders_of_one_computer(tmp_path, monkeypatch):

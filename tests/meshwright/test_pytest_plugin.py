@@ -123,6 +123,7 @@ def test_the_package_registers_it(tmp_path, run):
     assert status == 0 and '--update-forecasts' in out
 
 
+@pytest.mark.long
 def test_a_test_in_place_of_a_regular_expression(run):
     """Six layers gather 32 x 32 floats, of which a device has a quarter: 3 kB for each layer."""
     status, out = run(USERS, JAX_PLATFORMS='cpu')

@@ -12,6 +12,7 @@ def start(folder, victim=None, **settings):
     return faulty_runs.run(folder / 'run', 2, victim, steps=STEPS, init=20.0, **settings)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     'victim, fault, code, line',
     [
@@ -41,6 +42,7 @@ def test_if_one_process_fails_the_other_ends_and_names_it(tmp_path, victim, faul
             assert last.endswith('resume with: meshwright train mine')
 
 
+@pytest.mark.long
 def test_a_run_with_one_fault_after_another_ends_and_resumes_as_if_it_had_none(tmp_path):
     """Each kind of fault that is not above, each in another part of a run."""
     for victim, fault, moment, code, line in (

@@ -206,6 +206,7 @@ def test_if_one_process_cannot_start_a_run_the_other_stops(reports_of):
 # Training.
 
 
+@pytest.mark.long
 def test_two_processes_train_like_one_and_one_process_resumes_their_run(
     reports_of, tmp_path, capsys
 ):

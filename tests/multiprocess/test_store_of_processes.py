@@ -19,6 +19,7 @@ def bucket():
         yield bucket
 
 
+@pytest.mark.long
 def test_a_run_of_several_processes_in_a_store_resumes(tmp_path, bucket):
     """They begin in a folder that does not exist. In a store, it only exists with an object."""
     settings = {'store': f'{bucket.url}/run', 'environment': bucket.environment, 'steps': 4}

@@ -72,6 +72,7 @@ print(json.dumps(dict(audit.as_dict(), imported=imported, audited=audited,
 """
 
 
+@pytest.mark.long
 def test_an_audit_of_a_big_model_is_right_and_needs_little_memory():
     """The meter works: it sees what is allocated at the end."""
     if not pathlib.Path('/proc/self/status').exists():

@@ -134,6 +134,7 @@ def plain_losses(scanned):
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     'axis_types, boxes, scanned, ours',
     [

@@ -132,6 +132,7 @@ print(json.dumps([__debug__, *found]))
 """
 
 
+@pytest.mark.long
 def test_B3_under_python_O():
     """flax's boxes remove nothing, so each step of a scanned layer adds a name.
 

@@ -164,6 +164,7 @@ def test_one_line_says_why_there_is_no_dry_run(run_dry, arguments, message):
     assert err.startswith('error: ') and err.count('\n') == 1 and message in err
 
 
+@pytest.mark.long
 def test_a_module_may_have_the_name_of_the_trainer(tmp_path):
     """The command starts this module, in whose process `train` is the user's."""
     (tmp_path / 'train.py').write_text('import sys\nprint("mine", sys.argv[1:])\n')

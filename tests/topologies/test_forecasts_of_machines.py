@@ -83,6 +83,7 @@ def test_the_time_of_products_of_groups_of_rows():
     assert products.seconds == pytest.approx(on_each_device / 197e12, rel=0.25)
 
 
+@pytest.mark.long
 @needs_libtpu
 def test_changes_are_compiled_with_the_options_of_the_forecast(program, monkeypatch):
     """What does not fit and the change that is confirmed have the same compiler options."""

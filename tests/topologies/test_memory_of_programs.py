@@ -51,6 +51,7 @@ def test_a_program_that_does_not_fit_is_one_line_and_default_options_are_known(t
     assert '\n' not in str(caught.value)
 
 
+@pytest.mark.long
 @needs_libtpu
 def test_the_inputs_of_layers_lie_in_the_memory_of_the_host():
     config = TransformerConfig(

@@ -35,6 +35,7 @@ def _own_process(monkeypatch, tmp_path):
     gin.clear_config()
 
 
+@pytest.mark.long
 @needs_libtpu
 def test_a_search_prints_its_winner_and_writes_it(capsys, monkeypatch, tmp_path):
     """A batch of 16 on 4 devices has no 8 microbatches; the candidate that is left is compiled."""
@@ -78,6 +79,7 @@ def test_a_search_that_cannot_be_made(capsys, flags, words):
     assert error.startswith('error: ') and words in error
 
 
+@pytest.mark.long
 @needs_libtpu
 def test_a_step_is_compiled_for_a_tpu(capsys, tmp_path):
     """Two layers, tied embeddings, everything divided over 4 devices; counted by hand."""

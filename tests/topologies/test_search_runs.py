@@ -54,6 +54,7 @@ def make_config(**changes):
     return TrainConfig(**settings | changes)
 
 
+@pytest.mark.long
 def test_a_run_is_searched(tmp_path):
     """16 microbatches need 64 rows on 4 devices of fsdp, and 32 on 2 x 2 of fsdp_tensor.
 
@@ -90,6 +91,7 @@ def test_a_run_is_searched(tmp_path):
     assert dict(there.partitioner.mesh.shape) == {'data': 2, 'model': 2}
 
 
+@pytest.mark.long
 def test_a_search_and_a_fit_need_no_gin_and_write_no_file_per_candidate(tmp_path):
     """In a new process, because gin is loaded in this one."""
     code = f"""

@@ -158,6 +158,7 @@ def test_the_written_configuration_repeats_the_run(trained, texts):
     assert given == written
 
 
+@pytest.mark.long
 def test_the_written_configuration_with_more_steps_resumes_the_run(trained, tmp_path):
     model_dir, _ = trained
     before = records(model_dir)

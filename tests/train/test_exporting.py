@@ -53,6 +53,7 @@ def test_parameters_of_a_mesh_run_on_another_one(tmp_path):
     np.testing.assert_array_equal(y, [[0, 1, 2, 3], [4, 5, 6, 7]])
 
 
+@pytest.mark.long
 def test_another_process_needs_only_the_folder(tmp_path):
     export_program(affine, PARAMS, ROW, tmp_path / 'one', platforms=('cpu',))
     code = (

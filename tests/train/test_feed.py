@@ -302,6 +302,7 @@ del dropped
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ('how', 'code', 'printed'), [('ends', 0, '16.0 16.0 16.0'), ('fails', 3, '')]
 )

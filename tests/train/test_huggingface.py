@@ -370,6 +370,7 @@ def command(meshwright, monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.long
 def test_finetuning_and_generating(command, tmp_path):
     for i in range(60):
         (tmp_path / f'{i}.txt').write_text(f'the quick brown fox number {i} ' * 30)
@@ -394,6 +395,7 @@ def test_finetuning_and_generating(command, tmp_path):
         np.testing.assert_array_equal(array.read(), saved[path].read(), path)
 
 
+@pytest.mark.long
 def test_finetuning_on_pairs_starts_from_the_weights(tmp_path, monkeypatch, capsys):
     """The run is evaluated as it starts; its train step takes long to compile."""
     monkeypatch.chdir(tmp_path)

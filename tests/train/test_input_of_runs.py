@@ -34,6 +34,7 @@ def tokenizer(tmp_path_factory):
     return SentencePieceTokenizer(path=str(prefix.with_suffix('.model')))
 
 
+@pytest.mark.long
 def test_a_run_on_packed_rows_with_sentencepiece(run, tmp_path, texts, capsys, tokenizer):
     small = {'num_layers': 1, 'embed_dim': 16, 'num_heads': 2, 'num_kv_heads': 2, 'mlp_dim': 16}
     samples = Samples(length=12, prompts=['file 1'])

@@ -24,6 +24,7 @@ print(jax.device_count())
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     'argument, environment, devices',
     [

@@ -227,6 +227,7 @@ class Whole(nn.Module):
         return self.net(tokens, **packed)
 
 
+@pytest.mark.long
 def test_a_train_step_with_all_terms_of_the_loss():
     sizes = {'vocab_size': 260, 'num_layers': 1, 'tie_embeddings': True, 'logit_soft_cap': 4.0}
     terms = {'z_loss': 0.01, 'label_smoothing': 0.1}

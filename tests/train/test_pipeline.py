@@ -79,6 +79,7 @@ def expected():
     return run(model(**SIZES, **LOCAL), {'stage': 1, 'data': 1, 'model': 1})[:2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     'sizes, settings',
     [((4, 1, 1), {'num_microbatches': 8}), ((2, 2, 2), {'num_microbatches': 4, 'repeats': 2})],
@@ -105,6 +106,7 @@ def test_pipelines_have_the_loss_and_gradients_of_one_device(expected, sizes, se
         assert ('32,264', 'all-gather') in sent  # the weights of the output layer are found
 
 
+@pytest.mark.long
 def test_each_microbatch_has_its_own_dropout():
     """Each microbatch has on each device the logits of the plain model with a key of its own."""
     sizes = SIZES | {'num_layers': 2, 'dropout_rate': 0.5}

@@ -151,6 +151,7 @@ def assert_same_logits(config, params, tokens, expected):
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('name', FLAX)
 def test_logits_equal_those_of_flax_models(name):
     transformers = pytest.importorskip('transformers')

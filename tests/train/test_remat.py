@@ -120,6 +120,7 @@ KEPT = Remat(save=['attended', 'dots'], offload=['residual', 'mlp_up'])
 BLOCK = [Remat(save=['attention_out'], offload=['residual']), 'full']
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     'data, model_axis, changes, microbatches',
     [(4, 2, {'remat': KEPT, 'scan_unroll': 2}, 1), (2, 4, {'remat': BLOCK}, 2)],
@@ -143,6 +144,7 @@ FULLY_SHARDED = [
 ]
 
 
+@pytest.mark.long
 def test_kept_products_are_not_computed_again_where_their_gradients_are_scattered():
     """Full recomputation has one more product per weight matrix of a layer, 'dots' none of them.
 

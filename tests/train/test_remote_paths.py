@@ -352,6 +352,7 @@ def settings(bucket_url, **changes):
     return TrainConfig(**(given | changes))
 
 
+@pytest.mark.long
 @needs_s3
 def test_a_run_resumes_on_another_mesh(bucket, tmp_path):
     bucket.write({f'texts/{i}.txt': b'text %d' % i * 20 for i in range(20)})

@@ -155,6 +155,7 @@ def test_hostile_names_are_quoted(tmp_path):
     assert len(str(error.value)) < 400 + len(str(tmp_path))
 
 
+@pytest.mark.long
 def test_the_largest_headers_need_little_memory(tmp_path):
     text = b'{"a":[' + b'[],' * (8 * 2**20 // 3 - 10) + b'[]]}'
     write_raw(tmp_path / 'model.safetensors', text)

@@ -292,6 +292,7 @@ def test_a_preset_gives_the_loss_and_gradients_of_one_device(layout):
 # The compiler has no objections to the models and layouts.
 
 
+@pytest.mark.long
 def test_no_shipped_config_and_preset_makes_the_compiler_warn():
     ran = subprocess.run(
         [sys.executable, Path(__file__).with_name('compile_shipped.py')],

@@ -319,6 +319,7 @@ network.T5Config:
 """
 
 
+@pytest.mark.long
 def test_a_run_trains_evaluates_and_scores_decoded_text(tmp_path, monkeypatch):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
     lines = [json.dumps({'question': x, 'answer': y}) for x, y in PAIRS * 4]

@@ -42,6 +42,7 @@ def checkpoints(model_dir):
 # Runs.
 
 
+@pytest.mark.long
 def test_pretraining_finetuning_and_evaluating(pretrain, load_t5x, tmp_path, capsys):
     """Each run starts from the checkpoint of the previous run."""
     model_dir = tmp_path / 'model'
@@ -133,6 +134,7 @@ def test_t5x_settings_equal_native_settings(pretrain, tmp_path, texts):
     assert records(tmp_path / 'theirs') == records(tmp_path / 'ours')
 
 
+@pytest.mark.long
 def test_the_settings_of_a_run(pretrain, tmp_path, capsys):
     """Relative steps, an evaluation at the start, random numbers of the hardware, and actions."""
     actions = (

@@ -148,6 +148,7 @@ def gradients(objective, rng):
     return jax.grad(loss, has_aux=True)
 
 
+@pytest.mark.long
 def test_an_encoder_decoder_on_a_mesh():
     """The loss of data 2 x expert 4 equals one device's, with dropout and dropped tokens."""
     factors = {'aux_loss_factor': 0.5, 'router_z_loss_factor': 0.25}
@@ -225,6 +226,7 @@ def test_decoding_step_by_step():
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 def test_a_decoder_trains():
     trainer = MoeTrainer(learning_rate_fn=lambda step: 0.01, num_expert_partitions=4)
     model = decoder_only(aux_loss_factor=0.01)

@@ -105,6 +105,7 @@ def test_scanned_layers_compute_what_single_layers_compute():
     np.testing.assert_allclose(logits_of(model(**changes), params, tokens), expected, atol=1e-6)
 
 
+@pytest.mark.long
 def test_the_linen_and_nnx_forms_have_the_same_parameters_specs_and_loss():
     net = model(num_kv_heads=4, norm='layer', biases=('qkv', 'norm'), qk_norm=True)
     forms = {'linen': net, 'nnx': CreateNnxTransformer(net.config)}

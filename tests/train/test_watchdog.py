@@ -228,6 +228,7 @@ train(small_config(folder, write_texts(folder / 'texts'), total_steps=2, **chang
 """
 
 
+@pytest.mark.long
 def test_a_stuck_run_ends_with_its_stacks(tmp_path):
     ran = subprocess.run(
         [sys.executable, '-c', STUCK, str(tmp_path)],
