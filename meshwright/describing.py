@@ -285,9 +285,9 @@ def _find_work(
     """
     if target.chip is None or target.is_stand_in or program.out_of_memory is not None:
         return None
-    if costs is None:
-        return estimate_work(laid_out, target.chip, kernels)
     layers = describe_layers(laid_out)
+    if costs is None:
+        return estimate_work(laid_out, target.chip, kernels, layers)
     return read_work(costs, program.traced.jaxpr, target.mesh.size, kernels, layers)
 
 

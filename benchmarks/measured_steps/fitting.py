@@ -17,7 +17,7 @@ import numpy as np
 from meshwright.time.constants import ChipConstants
 from meshwright.time.layers import Layers
 from meshwright.time.loads import Loads
-from meshwright.time.step_model import add_up
+from meshwright.time.step_model import delays, without_delays
 from partitioning.hardware import CHIPS
 
 _TYPICAL_ERROR = 0.05  # beyond it, rows count less
@@ -88,8 +88,14 @@ class Fit:
 
     def predict(self, case: Case) -> float:
         """The forecast of a case in seconds."""
-        parts = add_up(case.loads, self.constants[case.chip])
-        return self.software.get(case.software, 1.0) * math.fsum(part.exposed for part in parts)
+        constants, busy = self.constants[case.chip], self.busy(case)
+        waiting = math.fsum(part.exposed for part in delays(case.loads, constants, busy))
+        return self.software.get(case.software, 1.0) * (busy + waiting)
+
+    def busy(self, case: Case) -> float:
+        """The forecast of our own step, without the delays of hosts and slices."""
+        parts = without_delays(case.loads, self.constants[case.chip])
+        return math.fsum(part.exposed for part in parts)
 
 
 def fit_constants(

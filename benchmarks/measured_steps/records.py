@@ -20,6 +20,7 @@ from meshwright.jaxpr import trace_function
 from meshwright.program.collectives import Collective, MeshAxes
 from meshwright.program.costs import costs_of_text
 from meshwright.time import Work, estimate_work
+from meshwright.time.layers import describe_layers
 from partitioning.hardware import parse_topology
 from train.running.programs import partition_train_step
 from train.running.run import prepare
@@ -101,7 +102,8 @@ def trace_work(program: Program) -> Work:
     with contextlib.redirect_stdout(sys.stderr):
         run = prepare(program.train_config())
     traced = trace_function(partition_train_step(run), run.plan.abstract_state, dict(run.batch))
-    return estimate_work(traced, parse_topology(program.topology)[0])
+    chip = parse_topology(program.topology)[0]
+    return estimate_work(traced, chip, layers=describe_layers(traced))
 
 
 def record_work(work: Work) -> dict[str, Any]:

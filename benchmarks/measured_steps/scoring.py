@@ -16,7 +16,6 @@ import scipy.stats
 
 from meshwright.time.constants import FITTED, constants_of
 from meshwright.time.domain import DOMAINS, Domain, find_distance
-from meshwright.time.step_model import without_delays
 from partitioning.hardware import CHIPS
 
 from .fitting import FREE, FREE_OF_COMPILED, GPUS, SOFTWARE, USUAL, Case, Fit
@@ -128,7 +127,7 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float |
     return float(scipy.stats.spearmanr(first, second).statistic)
 
 
-# The domains of measured steps, outside of which forecasts are less certain.
+# The domains of measured steps. Forecasts of other steps are less certain.
 
 _FAR = 0.5  # doublings outside of a domain, from which the growth of errors can be seen
 
@@ -136,10 +135,10 @@ _FAR = 0.5  # doublings outside of a domain, from which the growth of errors can
 def domains_of(
     fit: Fit, cases: Sequence[Case], left_out: Sequence[Forecasted]
 ) -> dict[str, dict[str, Any]]:
-    """The domain of each chip: of its traced rows that are fitted, or of those of its platform.
+    """The domain of each chip: its fitted rows, or all fitted rows of its platform if it has none.
 
-    How much errors grow outside is taken from rows whose family was left out: of those that are far
-    outside of the domain of all other families, the one whose error grew the most decides.
+    Rows whose family was left out say how much errors grow outside: the row decides whose error
+    grew the most, among the rows that are far outside of the domain of all other families.
 
     Args:
       cases: all rows.
@@ -155,8 +154,8 @@ def domains_of(
     for name, chip in CHIPS.items():
         alike = _alike(fitted, name, chip.platform)
         found = _domain_of(fit, alike, growth[chip.platform])
-        ranges = {key: [round_to(x, 3) for x in getattr(found, key)] for key in ('busy',)}
-        domains[name] = dataclasses.asdict(found) | ranges
+        busy = [round_to(x, 3) for x in found.busy]
+        domains[name] = dataclasses.asdict(found) | {'busy': busy}
     return domains
 
 
@@ -173,17 +172,11 @@ def _domain_of(fit: Fit, cases: Sequence[Case], growth: float) -> Domain:
     return Domain(
         steps=len(cases),
         chips=tuple(sorted({case.chip for case in cases})),
-        busy=span(_busy(fit, case) for case in cases),
+        busy=span(fit.busy(case) for case in cases),
         width=span(case.layers.width for case in cases if case.layers),
         hosts=span(case.loads.num_processes for case in cases),
         growth=growth,
     )
-
-
-def _busy(fit: Fit, case: Case) -> float:
-    """The forecast of a step without the delays of hosts and slices."""
-    parts = without_delays(case.loads, fit.constants[case.chip])
-    return math.fsum(part.exposed for part in parts)
 
 
 def _growth(
@@ -197,7 +190,7 @@ def _growth(
             continue
         others = [other for other in traced if other.family != case.family]
         domain = _domain_of(fit, _alike(others, case.chip, platform), 0.0)
-        distance = find_distance(domain, case.loads, _busy(fit, case), case.layers).doublings
+        distance = find_distance(domain, case.loads, fit.busy(case), case.layers).doublings
         error = abs(math.log1p(one.error))
         if distance >= _FAR:
             far.append((error, distance))

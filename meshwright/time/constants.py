@@ -77,14 +77,15 @@ class ChipConstants:
 
 
 @functools.cache
-def _read_file() -> dict[str, dict[str, dict[str, Any]]]:
+def read_fitted() -> dict[str, dict[str, Any]]:
+    """The file of fitted constants: for each chip, and its domain of measured steps."""
     return json.loads(FITTED.read_text())
 
 
 @functools.cache
 def constants_of(chip: Chip) -> ChipConstants:
     """The constants of a chip, fitted on measured steps of this chip or of similar chips."""
-    entry = _read_file()[chip.name]
+    entry = read_fitted()[chip.name]
     return ChipConstants(**{name: figure['value'] for name, figure in entry.items()})
 
 
@@ -95,7 +96,7 @@ def list_constants(chip: Chip, constants: ChipConstants | None = None) -> tuple[
       chip: the chip.
       constants: values that replace the ones of `constants_of`, with the caller as their source.
     """
-    entry = _read_file()[chip.name]
+    entry = read_fitted()[chip.name]
     own = dataclasses.asdict(constants_of(chip))
     chosen = dataclasses.asdict(constants) if constants else own
     return tuple(

@@ -8,12 +8,9 @@ certain: each doubling of a size, and each kind that was not measured, widens it
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 import math
-from typing import Any
 
-from meshwright.time.constants import FITTED
+from meshwright.time.constants import read_fitted
 from meshwright.time.layers import Layers
 from meshwright.time.loads import Loads
 from partitioning.amounts import seconds_str
@@ -61,14 +58,9 @@ class Distance:
 
 def domain_of(chip: Chip) -> Domain:
     """The domain of a chip."""
-    entry = _read_file()[chip.name]
+    entry = read_fitted()[DOMAINS][chip.name]
     ranges = {name: tuple(entry[name]) for name in ('busy', 'width', 'hosts', 'chips')}
     return Domain(**entry | ranges)
-
-
-@functools.cache
-def _read_file() -> dict[str, dict[str, Any]]:
-    return json.loads(FITTED.read_text())[DOMAINS]
 
 
 def find_distance(

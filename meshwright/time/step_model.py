@@ -70,10 +70,11 @@ def estimate_step_time(
     loads = find_loads(work, machine)
     chosen = constants or constants_of(machine.chip)
     domain = domain_of(machine.chip)
-    busy = math.fsum(part.exposed for part in without_delays(loads, chosen))
+    parts = without_delays(loads, chosen)
+    busy = math.fsum(part.exposed for part in parts)
+    parts += delays(loads, chosen, busy, domain.busy[0])
     distance = find_distance(domain, loads, busy, work.layers)
     error = (1 + chosen.error) * math.exp(domain.growth * distance.doublings) - 1
-    parts = add_up(loads, chosen, domain.busy[0])
     kept = sorted((p for p in parts if p.seconds > 0), key=lambda part: -part.exposed)
     seconds = math.fsum(part.exposed for part in kept)
     return StepTime(
@@ -86,22 +87,20 @@ def estimate_step_time(
     )
 
 
-def add_up(loads: Loads, constants: ChipConstants, shortest: float = 0.0) -> list[TimePart]:
-    """Returns the parts of a step, whose exposed times add up to it.
+def delays(
+    loads: Loads, constants: ChipConstants, busy: float, shortest: float = 0.0
+) -> list[TimePart]:
+    """What hosts and slices wait for each other, in a step that takes `busy` seconds without it.
 
     Args:
       shortest: the seconds of the shortest step that the delays of hosts were fitted on. In a
         shorter one they are shorter in proportion, because nobody has seen them there.
     """
-    parts = without_delays(loads, constants)
-    busy = math.fsum(part.exposed for part in parts)
     share = min(1.0, busy / shortest) if shortest else 1.0
     hosts = share * constants.host_delay * math.log2(loads.num_processes)
-    parts.append(TimePart(name='waiting for the slowest host', seconds=hosts, exposed=hosts))
-    waiting = (busy + hosts) * constants.slice_delay * math.log2(loads.num_granules)
-    name = 'waiting for other slices or hosts'
-    parts.append(TimePart(name=name, seconds=waiting, exposed=waiting))
-    return parts
+    slices = (busy + hosts) * constants.slice_delay * math.log2(loads.num_granules)
+    waiting = {'waiting for the slowest host': hosts, 'waiting for other slices or hosts': slices}
+    return [TimePart(name=name, seconds=n, exposed=n) for name, n in waiting.items()]
 
 
 def without_delays(loads: Loads, constants: ChipConstants) -> list[TimePart]:

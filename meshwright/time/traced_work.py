@@ -9,7 +9,7 @@ from meshwright.jaxpr.fusion import IN_PLACE, VIEWS, Fusion
 from meshwright.jaxpr.implied_exchanges import KINDS, SLICE
 from meshwright.jaxpr.values import Block, Step, Value
 from meshwright.time.kernels import find_kernel_work
-from meshwright.time.layers import describe_layers
+from meshwright.time.layers import Layers
 from meshwright.time.work import KernelWork, Work
 from partitioning.hardware import Chip
 from partitioning.products.flops import PRODUCTS, product_flops
@@ -20,7 +20,10 @@ _PARTIAL_READS = ('slice', 'dynamic_slice', 'gather')
 
 
 def estimate_work(
-    traced: TracedProgram, chip: Chip, kernels: Sequence[KernelWork] | None = None
+    traced: TracedProgram,
+    chip: Chip,
+    kernels: Sequence[KernelWork] | None = None,
+    layers: Layers | None = None,
 ) -> Work:
     """Estimates the work of a traced function on each device, from its jaxpr and its layouts.
 
@@ -28,6 +31,7 @@ def estimate_work(
       traced: the function, from `trace_function`.
       chip: the chip.
       kernels: its kernels, if they have been found already.
+      layers: its products, from `describe_layers`, if they are known.
     """
     count = _Count(traced, chip)
     count.add(traced.block, 1)
@@ -41,7 +45,7 @@ def estimate_work(
         kernels=tuple(find_kernel_work(traced.jaxpr) if kernels is None else kernels),
         collectives=list_collectives(traced),
         host_bytes=count.host_bytes,
-        layers=describe_layers(traced),
+        layers=layers,
     )
 
 
