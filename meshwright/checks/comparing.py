@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from meshwright.checks.files import (
-    HOW_TO_UPDATE,
+    MISSING,
     OnMissing,
     describe_changes,
+    file_of,
     must_write,
+    read_golden,
+    section,
     write_golden,
 )
 from meshwright.checks.golden_file import (
@@ -24,7 +26,7 @@ from meshwright.checks.golden_file import (
 )
 from meshwright.forecasting import forecast
 from meshwright.report.forecasts import Forecast
-from meshwright.report.plain_values import from_plain, read_object, to_lines, to_plain
+from meshwright.report.plain_values import to_lines, to_plain
 
 
 def assert_forecast_unchanged(
@@ -104,18 +106,20 @@ def golden(
       AssertionError: if a forecast differs, or if a golden file is missing, as in `check_golden`.
       ValueError: as in `assert_forecast_unchanged`.
     """
-    checked: dict[str, Any] = {
-        'name': name,
-        'tolerances': tolerances,
-        'update': update,
-        'on_missing': on_missing,
-    }
-    if topology is None:
-        check_golden([forecast(fn, *args, **settings)], folder, **checked)
-        return
-    is_one = isinstance(topology, str) or (len(topology) == 2 and isinstance(topology[1], int))
-    machines: Any = [topology] if is_one else topology
-    assert_forecast_unchanged(fn, args, topologies=machines, golden=folder, **checked, **settings)
+    given: Any = topology
+    is_one = given is None or isinstance(given, str)
+    is_one = is_one or (len(given) == 2 and isinstance(given[1], int))
+    assert_forecast_unchanged(
+        fn,
+        args,
+        topologies=[given] if is_one else given,
+        golden=folder,
+        name=name,
+        tolerances=tolerances,
+        update=update,
+        on_missing=on_missing,
+        **settings,
+    )
 
 
 def check_golden(
@@ -159,8 +163,8 @@ def check_golden(
             write_golden(file, to_lines({'format': FORMAT, **to_plain(now)}))
             written.append(file)
         elif not file.exists():
-            differences.append(_section(made, file, ['there is no golden file: commit one']))
-        elif lines := compare_golden(before := _read(file), now, tolerances):
+            differences.append(_section(made, file, [MISSING]))
+        elif lines := compare_golden(before := read_golden(file, Golden, FORMAT), now, tolerances):
             if before.compiler != now.compiler:
                 versions = f'{before.compiler} -> {now.compiler}'
                 lines.insert(0, f'compiler: {versions}, which may be the reason')
@@ -174,9 +178,7 @@ def golden_path(
     forecast: Forecast, folder: str | os.PathLike[str], name: str | None = None
 ) -> Path:
     """The golden file of a forecast: `forecasts/train_step.v5e-16x16.2-slices.json`."""
-    slices = f'.{forecast.num_slices}-slices' if forecast.num_slices > 1 else ''
-    parts = (name or forecast.function, f'{forecast.topology}{slices}')
-    return Path(folder) / ('.'.join(re.sub(r'[^\w.-]+', '-', part) for part in parts) + '.json')
+    return file_of(folder, name or forecast.function, forecast.topology, forecast.num_slices)
 
 
 def _files(forecasts: Sequence[Forecast], folder: Path, name: str | None) -> dict[Path, Forecast]:
@@ -192,15 +194,6 @@ def _files(forecasts: Sequence[Forecast], folder: Path, name: str | None) -> dic
     return files
 
 
-def _read(file: Path) -> Golden:
-    try:
-        held = read_object(file.read_text(encoding='utf-8'), FORMAT)
-        return from_plain(Golden, held, 'the file')
-    except ValueError as error:
-        raise ValueError(f'{file}: {error}; to write it anew, {HOW_TO_UPDATE}') from error
-
-
 def _section(made: Forecast, file: Path, lines: Sequence[str]) -> str:
     slices = f', {made.num_slices} slices' if made.num_slices > 1 else ''
-    heading = f'{made.function} on {made.topology}{slices} ({file})'
-    return '\n'.join([heading, *(f'  {line}' for line in lines)])
+    return section(made.function, f'{made.topology}{slices}', file, lines)

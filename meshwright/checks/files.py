@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from meshwright.report.plain_values import from_plain, read_object
 
 UPDATE_VARIABLE = 'MESHWRIGHT_UPDATE_FORECASTS'  # `pytest --update-forecasts` sets it
 
 OnMissing = Literal['write', 'error']
 
 HOW_TO_UPDATE = f'run pytest --update-forecasts, or set {UPDATE_VARIABLE}=1 and run this again'
+MISSING = 'there is no golden file: commit one'
 # The files that this process has written, for the summary of pytest.
 WRITTEN: list[Path] = []
 
@@ -34,6 +38,33 @@ def must_write(file: Path, update: bool | None, on_missing: OnMissing | None) ->
     return update or (on_missing == 'write' and not file.exists())
 
 
+def file_of(
+    folder: str | os.PathLike[str], function: str, topology: str, num_slices: int = 1
+) -> Path:
+    """The golden file of a function on a machine: `folder/step.v5e-16x16.2-slices.json`."""
+    slices = f'.{num_slices}-slices' if num_slices > 1 else ''
+    parts = (function, f'{topology}{slices}')
+    return Path(folder) / ('.'.join(re.sub(r'[^\w.-]+', '-', part) for part in parts) + '.json')
+
+
+def read_golden(file: Path, kind: type[Any], file_format: str) -> Any:
+    """What a golden file has, as a dataclass.
+
+    Args:
+      file: the file.
+      kind: the dataclass.
+      file_format: its entry "format".
+
+    Raises:
+      ValueError: if the file is malformed.
+    """
+    try:
+        held = read_object(file.read_text(encoding='utf-8'), file_format)
+        return from_plain(kind, held, 'the file')
+    except ValueError as error:
+        raise ValueError(f'{file}: {error}; to write it anew, {HOW_TO_UPDATE}') from error
+
+
 def write_golden(file: Path, text: str) -> None:
     """Writes a golden file at once, as other processes of a test run may read it."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -47,6 +78,11 @@ def write_golden(file: Path, text: str) -> None:
         Path(name).unlink(missing_ok=True)
         raise
     WRITTEN.append(file)
+
+
+def section(function: str, machine: str, file: Path, lines: Sequence[str]) -> str:
+    """What differs from one golden file, or that it is missing, below a heading."""
+    return '\n'.join([f'{function} on {machine} ({file})', *(f'  {line}' for line in lines)])
 
 
 def describe_changes(what: str, total: int, sections: Sequence[str]) -> str:

@@ -31,6 +31,7 @@ from meshwright.report.figures import MEMORY, Sent, figure_of, sum_exchanges, ve
 from meshwright.report.forecasts import Forecast
 from partitioning.amounts import bytes_str, share_str
 from partitioning.plan.tables import shape_str, spec_or_padded_str
+from partitioning.rules import describe_axes
 
 FORMAT = 'meshwright golden forecast 1'
 
@@ -112,7 +113,7 @@ def compare_golden(golden: Golden, now: Golden, tolerances: Tolerances) -> list[
     """Returns what differs, one line for each figure and array; empty if nothing does."""
     lines = []
     if golden.mesh != now.mesh:
-        lines.append(f'mesh: {_mesh_str(golden.mesh)} -> {_mesh_str(now.mesh)}')
+        lines.append(f'mesh: {describe_axes(golden.mesh)} -> {describe_axes(now.mesh)}')
     if golden.fits != now.fits:
         lines.append(f'{verdict(golden.fits)} -> {verdict(now.fits)}')
     if _differs(golden.peak, now.peak, tolerances.peak):
@@ -184,7 +185,3 @@ def _value_str(array: GoldenArray, name: str) -> str:
     if name == 'shape':
         return shape_str(value)
     return bytes_str(value) if name == 'bytes_per_device' else str(value)
-
-
-def _mesh_str(mesh: Mapping[str, int]) -> str:
-    return ' x '.join(f'{axis} {size}' for axis, size in mesh.items())

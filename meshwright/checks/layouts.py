@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from meshwright.auditing import audit
 from meshwright.checks.files import (
-    HOW_TO_UPDATE,
+    MISSING,
     OnMissing,
     describe_changes,
+    file_of,
     must_write,
+    read_golden,
+    section,
     write_golden,
 )
 from meshwright.checks.golden_file import GoldenArray, compare_arrays
 from meshwright.report.call_audit import AuditedArray
-from meshwright.report.plain_values import from_plain, read_object, to_lines, to_plain
+from meshwright.report.plain_values import to_lines, to_plain
+from partitioning.rules import describe_axes
 
 FORMAT = 'meshwright golden layout 1'
 
@@ -83,7 +86,8 @@ def assert_layout_unchanged(
         arguments=tuple(map(_golden_array, made.arguments)),
         results=tuple(map(_golden_array, made.results)),
     )
-    _compare(now, _file_of(now, Path(golden), name), update, on_missing)
+    file = file_of(golden, name or now.function, now.topology, num_slices)
+    _compare(now, file, update, on_missing)
 
 
 def _golden_array(row: AuditedArray) -> GoldenArray:
@@ -96,12 +100,6 @@ def _golden_array(row: AuditedArray) -> GoldenArray:
     )
 
 
-def _file_of(now: GoldenLayout, folder: Path, name: str | None) -> Path:
-    slices = f'.{now.num_slices}-slices' if now.num_slices > 1 else ''
-    parts = (name or now.function, f'{now.topology}{slices}')
-    return folder / ('.'.join(re.sub(r'[^\w.-]+', '-', part) for part in parts) + '.json')
-
-
 def _compare(
     now: GoldenLayout, file: Path, update: bool | None, on_missing: OnMissing | None
 ) -> None:
@@ -110,23 +108,14 @@ def _compare(
     if must_write(file, update, on_missing):
         write_golden(file, to_lines({'format': FORMAT, **to_plain(now)}))
         return
-    lines = ['there is no golden file: commit one']
+    lines = [MISSING]
     if file.exists():
-        try:
-            held = read_object(file.read_text(encoding='utf-8'), FORMAT)
-            before = from_plain(GoldenLayout, held, 'the file')
-        except ValueError as error:
-            raise ValueError(f'{file}: {error}; to write it anew, {HOW_TO_UPDATE}') from error
+        before = read_golden(file, GoldenLayout, FORMAT)
         lines = []
         if before.mesh != now.mesh:
-            lines.append(f'mesh: {_sizes_str(before.mesh)} -> {_sizes_str(now.mesh)}')
+            lines.append(f'mesh: {describe_axes(before.mesh)} -> {describe_axes(now.mesh)}')
         lines += compare_arrays(before.arguments, now.arguments)
         lines += compare_arrays(before.results, now.results)
     if lines:
-        heading = f'{now.function} on {now.topology} ({file})'
-        section = '\n'.join([heading, *(f'  {line}' for line in lines)])
-        raise AssertionError(describe_changes('layout', 1, [section]))
-
-
-def _sizes_str(mesh: Mapping[str, int]) -> str:
-    return ' x '.join(f'{axis} {size}' for axis, size in mesh.items())
+        found = section(now.function, now.topology, file, lines)
+        raise AssertionError(describe_changes('layout', 1, [found]))
