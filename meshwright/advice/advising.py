@@ -48,7 +48,7 @@ def advise(
     """
     pairs = list(zip(explanation.collectives, explanation.evidence, strict=True))
     made = [(c, _without_changes(c, cause, e, advised)) for (c, cause), e in pairs]
-    taken = {n for n, (c, cause) in enumerate(made) if _is_told(cause)}
+    taken = {n for n, (_, cause) in enumerate(made) if _is_told(cause)}
     order = sorted(range(len(pairs)), key=lambda n: -pairs[n][0][0].total_bytes)
     variants = advised.variants
     if taken:  # what moves parameters only works around an operation that should be written anew
@@ -57,12 +57,12 @@ def advise(
         if not (variant.row_axes or variant.compiled or _by_formula(variant, advised)):
             continue
         left = [n for n in order if n not in taken]
-        if variant.compiled is None:
-            left = [n for n in left if not _is_needed(pairs[n][1], advised)]
-        matched = [n for n in left if _is_gone(*pairs[n][0], pairs[n][1], variant)]
         if variant.row_axes:
-            left = [n for n in order if n not in taken]
             matched = _of_rows(left, pairs, variant)
+        else:
+            if variant.compiled is None:
+                left = [n for n in left if not _is_needed(pairs[n][1], advised)]
+            matched = [n for n in left if _is_gone(*pairs[n][0], pairs[n][1], variant)]
         if not matched and variant.compiled is None:
             # Formulas see another exchange than the compiler has made.
             matched = [n for n in left if _may_be_gone(pairs[n][0][0], pairs[n][1], variant)][:1]
@@ -191,45 +191,14 @@ def _without_changes(
     """
     if cause is None:
         return None
-    missing = next((one for one in advised.missing_specs if one.is_of(evidence)), None)
-    if missing is not None:
-        return dataclasses.replace(
-            cause,
-            source=missing.change.source,
-            why=missing.why,
-            change=str(missing.change),
-            all_changes=(missing.change,),
-            avoidable=True,
-        )
-    misfit = next((one for one in advised.misfits if one.is_of(collective, evidence)), None)
-    if misfit is not None:
-        return dataclasses.replace(
-            cause,
-            source=misfit.line,
-            array=misfit.array,
-            rule='',
-            why=misfit.why,
-            change=str(misfit.change),
-            all_changes=(misfit.change,),
-            avoidable=True,
-        )
-    uneven = next((one for one in advised.uneven if one.is_of(collective, evidence)), None)
-    if uneven is not None:
-        return dataclasses.replace(
-            cause,
-            source=uneven.line or cause.source,
-            array=uneven.array,
-            rule='',
-            why=uneven.why,
-            change=str(uneven.change),
-            all_changes=(uneven.change,),
-            avoidable=not uneven.path,
-        )
+    told = next((one for one in advised.told if one.is_of(collective, evidence)), None)
+    if told is not None:
+        return told.explain(cause)
     kept = [c for c in cause.all_changes if isinstance(c, RuleChange | CodeChange)]
     kept = kept if cause.suspect else []
-    told = bool(kept) and isinstance(kept[0], CodeChange)
+    is_told = bool(kept) and isinstance(kept[0], CodeChange)
     return dataclasses.replace(
-        cause, change=str(kept[0]) if kept else '', all_changes=tuple(kept), avoidable=told
+        cause, change=str(kept[0]) if kept else '', all_changes=tuple(kept), avoidable=is_told
     )
 
 

@@ -34,6 +34,7 @@ from meshwright.jaxpr.primitives import CONSTRAINTS
 from meshwright.jaxpr.values import Axes, Value
 from partitioning.plan.rows import PlanRow
 from partitioning.products.flops import PRODUCTS
+from partitioning.rules import sharding_axes
 
 _ELSEWHERE = 0.85  # the weight of a layout that only its bytes speak for
 _BATCH = 3.0  # the weight of sharding a batch that every device has
@@ -148,7 +149,7 @@ class Candidates:
             if row is None or spec is None or tuple(aval.shape) != tuple(row.shape):
                 continue
             entries = [*spec, *[None] * (len(row.shape) - len(spec))]
-            held = tuple((e,) if isinstance(e, str) else tuple(e or ()) for e in entries)
+            held = tuple(map(sharding_axes, entries))
             if held != axes_of_row(row):
                 found.append((number, row))
         if not found:
@@ -310,7 +311,7 @@ class Candidates:
                     yield weight / (1 + 0.1 * number), Candidate(change, keeps_layout=False)
 
     def _moved(self, row: PlanRow) -> Iterator[Layout]:
-        """Layouts with the same mesh axes at other dimensions, but not at that of the layers."""
+        """Layouts with the same mesh axes at other dimensions; the dimension of layers stays."""
         now, stacked = axes_of_row(row), self._is_scanned(row)
         for layout in _rearranged(now):
             if sorted(layout) == sorted(now) and (not stacked or layout[0] == now[0]):

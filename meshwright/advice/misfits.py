@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 
 from meshwright.advice.estimates import shape_of
+from meshwright.advice.told import Told
 from meshwright.causes.cause import CodeChange, over
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.layouts import axes_of_row
@@ -33,29 +34,20 @@ Layout = tuple[Axes, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Misfit:
+class Misfit(Told):
     """An operation that cannot keep the layout of its operand.
 
     Attributes:
-      line: the user's line of the operation.
       axes: the mesh axes that it cannot keep.
       shapes: the sizes above 1 of its operand and of its result, sorted.
-      array: the operand, in words.
       nbytes: the size of the operand on a device, in bytes.
-      why: why it cannot keep them.
-      change: what to write.
     """
 
-    line: str
     axes: Axes
     shapes: frozenset[tuple[int, ...]]
-    array: str
     nbytes: float
-    why: str
-    change: CodeChange
 
     def is_of(self, collective: Collective, evidence: Evidence | None) -> bool:
-        """Whether an exchange of the compiled program comes from this operation."""
         if evidence is None or not {*collective.axes} & {*self.axes}:
             return False
         if collective.total_bytes < _HALO * self.nbytes * collective.count:

@@ -12,10 +12,11 @@ from jax.sharding import AxisType, Mesh
 from meshwright.advice.candidates import Candidate, Candidates
 from meshwright.advice.estimates import Estimate, Sent, count_steps, estimate_call, estimate_program
 from meshwright.advice.measuring import Key, Measured
-from meshwright.advice.misfits import Misfit, find_misfits
+from meshwright.advice.misfits import find_misfits
 from meshwright.advice.rows import MissingRows, find_missing_rows
-from meshwright.advice.shard_maps import MissingSpec, find_missing_specs
-from meshwright.advice.uneven import Uneven, find_uneven
+from meshwright.advice.shard_maps import find_missing_specs
+from meshwright.advice.told import Told
+from meshwright.advice.uneven import find_uneven
 from meshwright.advice.variants import Subject, make_subject, with_change
 from meshwright.causes.cause import (
     Change,
@@ -84,9 +85,7 @@ class Advised:
       variants: the changes that help, the best first.
       subject: the function.
       rows_axes: the mesh axes over which the rows of the batch are sharded, or should be.
-      missing_specs: what is gathered for shard_maps and need not be.
-      misfits: operations that cannot keep the layout of their operand.
-      uneven: sizes that the devices along an axis do not divide.
+      told: what only the author can write in another way.
       sends: the bytes that a device sends in the compiled program.
       missing_rows: what is known of axes that the rows of the batch lack.
     """
@@ -95,9 +94,7 @@ class Advised:
     variants: tuple[Variant, ...]
     subject: Subject
     rows_axes: Axes
-    missing_specs: tuple[MissingSpec, ...] = ()
-    misfits: tuple[Misfit, ...] = ()
-    uneven: tuple[Uneven, ...] = ()
+    told: tuple[Told, ...] = ()
     sends: float = 0.0
     missing_rows: MissingRows | None = None
 
@@ -166,16 +163,19 @@ def find_variants(
         # Other layouts of the parameters would only suit a batch that is whole along these axes.
         rest = [v for v in variants if v.candidate.keeps_layout]
         variants = [_with_rows(missing_rows, made, base), *rest]
+    known = traced.values, subject.by_path, possible.layouts.sizes
     return Advised(
         base=base,
         variants=tuple(variants),
         missing_rows=missing_rows,
         subject=subject,
         rows_axes=candidates.rows_axes,
-        missing_specs=find_missing_specs(laid_out),
-        uneven=find_uneven(traced.values, subject.by_path, possible.layouts.sizes),
+        told=(
+            *find_missing_specs(laid_out),
+            *find_misfits(*known),
+            *find_uneven(*known),
+        ),
         sends=sum(c.total_bytes for c, _ in explanation.collectives),
-        misfits=find_misfits(traced.values, subject.by_path, possible.layouts.sizes),
     )
 
 
@@ -234,9 +234,11 @@ def _helping_together(
     A fault has many cures. What cures it elsewhere, such as in the layer before, saves nothing once
     the fault itself is mended.
     """
-    made, checked = found[0] if found else None, 0
+    if not found:
+        return
+    made, checked = found[0], 0
     for variant in found:
-        if made is None or variant is made or not _is_elsewhere(variant.change, made.change):
+        if variant is made or not _is_elsewhere(variant.change, made.change):
             yield variant
         elif checked < _CHECKED:
             checked += 1

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.advice.estimates import shape_of
+from meshwright.advice.told import Told
 from meshwright.causes.cause import CodeChange, over
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.wording import spec_text
@@ -20,34 +21,30 @@ from meshwright.jaxpr import TracedProgram
 from meshwright.jaxpr.exchange_list import walk_exchanges
 from meshwright.jaxpr.values import Axes, Step
 from meshwright.jaxpr.writing_out import spec_axes
+from meshwright.program.collectives import Collective
 from meshwright.user_lines import user_line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MissingSpec:
+class MissingSpec(Told):
     """A gather at the border of a shard_map that a spec would avoid.
 
     Attributes:
       axes: the mesh axes, sorted.
       shape: the sizes of the array above 1, sorted.
-      change: what to write.
-      why: why it is gathered.
     """
 
     axes: Axes
     shape: tuple[int, ...]
-    change: CodeChange
-    why: str
 
-    def is_of(self, evidence: Evidence | None) -> bool:
-        """Whether an exchange of the compiled program is this gather."""
+    def is_of(self, collective: Collective, evidence: Evidence | None) -> bool:
         if evidence is None or evidence.value is None or evidence.kind != 'all-gather':
             return False
         return {*evidence.axes} <= {*self.axes} and shape_of(evidence.value) == self.shape
 
 
 def find_missing_specs(laid_out: TracedProgram) -> tuple[MissingSpec, ...]:
-    """Finds what is gathered for a shard_map of which no spec uses the mesh axes of the gather."""
+    """Finds the gathers for shard_maps whose specs do not use the mesh axes of the gather."""
     found = (_missing(step, axes, laid_out) for step, axes, _ in walk_exchanges(laid_out))
     return tuple(one for one in found if one is not None)
 
@@ -60,13 +57,14 @@ def _missing(step: Step, axes: Axes, laid_out: TracedProgram) -> MissingSpec | N
     given, line = step.inputs[0], user_line(step.place.lines)
     spec = spec_text([held or () for held in given.axes])
     return MissingSpec(
+        line=line,
         axes=tuple(sorted(axes)),
         shape=shape_of(given),
         change=CodeChange(
             source=line,
             text=(
                 f'write {spec} in the specs of the shard_map at {line} for the array of shape '
-                f'{given.shape}, and {over(axes)} in those of all arrays with its rows'
+                f'{given.shape}, and {over(axes)} in the specs of all arrays with its rows'
             ),
         ),
         why=(

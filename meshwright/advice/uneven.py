@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
+from meshwright.advice.told import Told
 from meshwright.causes.cause import CodeChange, over
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.layouts import axes_of_row
@@ -25,29 +26,24 @@ _ELEMENTS = 4  # of a whole dimension on each device, for it to be worth padding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Uneven:
+class Uneven(Told):
     """A dimension whose size the devices along its mesh axes do not divide.
 
     Attributes:
-      line: the user's line of the constraint; '' for an argument.
       axes: the mesh axes.
-      array: the array, in words.
       path: the path of the parameter that is whole; '' where a constraint asks for the axes.
       sizes: the size, the part of a device, and the size with padding.
-      why: what happens.
-      change: what to write.
     """
 
-    line: str
     axes: Axes
-    array: str
     path: str
     sizes: tuple[int, int, int]
-    why: str
-    change: CodeChange
+
+    @property
+    def is_avoidable(self) -> bool:
+        return not self.path
 
     def is_of(self, collective: Collective, evidence: Evidence | None) -> bool:
-        """Whether an exchange of the compiled program comes from this size."""
         value = evidence.value if evidence is not None else None
         if self.path:
             return value is not None and self.path in (value.gradient_of, value.argument)
@@ -132,7 +128,6 @@ def _whole_parameters(rows: Mapping[str, PlanRow], sizes: Mapping[str, int]) -> 
             padded = -(-n // shards) * shards
             wanted = tuple((*axes, axis) if e == d else axes for e, axes in enumerate(now))
             yield Uneven(
-                line='',
                 axes=(axis,),
                 array=row.path,
                 path=row.path,

@@ -23,7 +23,7 @@ from meshwright.causes.cause import (
 )
 from meshwright.causes.editing import edit_jaxpr
 from meshwright.jax_private import TracedCall, evaluate, trace_again
-from meshwright.jaxpr.naming import TracedValues
+from meshwright.jaxpr.naming import TracedValues, shared_end
 from meshwright.jaxpr.primitives import ARITHMETIC
 from meshwright.jaxpr.values import Axes
 from partitioning.plan.rows import PlanRow
@@ -94,22 +94,13 @@ def _owners(rows: Mapping[str, PlanRow], traced: TracedValues) -> list[tuple[str
         if row.role != 'optimizer' or not row.shape:
             continue
         like = [r for r in rows.values() if r.role == 'parameters' and r.shape == row.shape]
-        ends = {r.path: _common_end(r.path, row.path) for r in like}
+        own = row.path.split('/')
+        ends = {r.path: shared_end(r.path.split('/'), own) for r in like}
         longest = [path for path, n in ends.items() if n and n == max(ends.values())]
         named = [path for path in together[row.path] if path in ends]
         owner = longest if len(longest) == 1 else [p for p in named if p in longest] or named
         found += [(row.path, owner[0])] if owner else []
     return found
-
-
-def _common_end(one: str, other: str) -> int:
-    """The number of the last parts of two paths that are the same."""
-    count = 0
-    for a, b in zip(reversed(one.split('/')), reversed(other.split('/')), strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
 
 
 def with_change(subject: Subject, change: Change) -> TracedCall | None:

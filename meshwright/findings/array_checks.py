@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from meshwright.causes.row_axes import ROW_AXES
 from meshwright.findings.program_facts import ProgramFacts, free_dimension
 from meshwright.findings.wording import and_more, axes_str, line_of, type_str
+from meshwright.jaxpr.naming import shared_end
 from meshwright.jaxpr.values import Axes, Step
 from partitioning.amounts import bytes_str, share_str
 from partitioning.plan.findings import Finding
@@ -142,19 +143,14 @@ def find_unlike_optimizer_states(facts: ProgramFacts) -> Iterator[Finding]:
 
 
 def _parameter_of(facts: ProgramFacts, i: int) -> int | None:
-    """The parameter whose path ends as that of an array of the optimizer, if there is one."""
+    """The parameter whose path has the end of the path of an optimizer array, if there is one."""
     shape, path = facts.block.inputs[i].shape, facts.path(i).split('/')
     scores = collections.defaultdict(list)
     for j in facts.weights:
         if facts.block.inputs[j].shape == shape and j != i:
-            scores[_shared_end(path, facts.path(j).split('/'))].append(j)
+            scores[shared_end(path, facts.path(j).split('/'))].append(j)
     best = max(scores, default=0)
     return scores[best][0] if len(scores[best]) == 1 else None
-
-
-def _shared_end(one: Sequence[str], other: Sequence[str]) -> int:
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def find_constants(facts: ProgramFacts) -> Iterator[Finding]:

@@ -9,10 +9,11 @@ from typing import Any
 from jax.sharding import NamedSharding, Sharding
 
 from meshwright.findings.program_facts import ProgramFacts
+from meshwright.jaxpr.writing_out import spec_axes
 from meshwright.user_lines import is_library
 from partitioning.amounts import bytes_str
 from partitioning.plan.findings import Finding
-from partitioning.rules import sharding_axes, sharding_str
+from partitioning.rules import sharding_str
 
 _LEAST_UNDONATED = 2**14  # bytes of a device
 
@@ -27,9 +28,9 @@ def find_changed_layouts(facts: ProgramFacts) -> Iterator[Finding]:
             continue
         if before is None:
             if facts.traced.uncommitted[i] or aval.weak_type:
-                found['not laid out', _str(after)].append(i)
+                found['not laid out', sharding_str(after)].append(i)
         elif not _are_equal(before, after, len(aval.shape), facts.sizes):
-            found[f'laid out by {_str(before)}', _str(after)].append(i)
+            found[f'laid out by {sharding_str(before)}', sharding_str(after)].append(i)
     for (before, after), group in found.items():
         more = f'with {len(group) - 1} more, ' if len(group) > 1 else ''
         if before == 'not laid out':
@@ -93,21 +94,12 @@ def find_undonated(facts: ProgramFacts) -> Iterator[Finding]:
 
 def _are_equal(before: Any, after: Any, rank: int, sizes: Any) -> bool:
     if isinstance(before, NamedSharding) and isinstance(after, NamedSharding):
-        return _axes(before, rank, sizes) == _axes(after, rank, sizes)
+        one, other = (spec_axes(x.spec, rank, sizes) for x in (before, after))
+        return [axes or () for axes in one] == [axes or () for axes in other]
     try:
         return bool(before.is_equivalent_to(after, rank))
     except (TypeError, ValueError):  # of other devices
         return False
-
-
-def _axes(sharding: NamedSharding, rank: int, sizes: Any) -> list[tuple[str, ...]]:
-    entries = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
-    known = [entry if isinstance(entry, str | tuple) else None for entry in entries]
-    return [tuple(a for a in sharding_axes(entry) if a in sizes) for entry in known]
-
-
-def _str(sharding: Sharding) -> str:
-    return sharding_str(sharding)
 
 
 def _type_str(aval: Any) -> str:

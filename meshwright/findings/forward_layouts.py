@@ -29,7 +29,7 @@ from meshwright.jaxpr.values import (
 # For each dimension of a value, the mesh axes that were lost on the way to it without a sum, such
 # as by a slice of a sharded dimension, which the compiler may keep in one way or another.
 Lost = dict[int, list[frozenset[str]]]
-_PRODUCTS = ('dot_general', 'conv_general_dilated')
+DENSE_PRODUCTS = ('dot_general', 'conv_general_dilated')
 
 
 class ForwardLayouts:
@@ -121,7 +121,7 @@ class ForwardLayouts:
                 everything |= gone | here
                 for factor in dim:
                     lost[factor] |= here | (gone if factors.sizes[factor] == 1 else frozenset())
-        if step.name in _PRODUCTS:
+        if step.name in DENSE_PRODUCTS:
             self._add_cut(step, factors, lost)
         for output, array in zip(step.outputs, factors.outputs, strict=True):
             for d, dim in enumerate(array):

@@ -6,9 +6,11 @@ import collections
 import math
 from collections.abc import Iterator, Sequence
 
+from meshwright.causes.cause import over
 from meshwright.causes.row_axes import ROW_AXES
+from meshwright.findings.forward_layouts import DENSE_PRODUCTS
 from meshwright.findings.program_facts import ProgramFacts, free_dimension
-from meshwright.findings.wording import all_of, axes_str, line_of, type_str
+from meshwright.findings.wording import axes_str, line_of, type_str
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.values import Step, Value
 from partitioning.amounts import bytes_str
@@ -24,7 +26,6 @@ _CALLBACKS = {
     'outfeed': 'outfeed',
 }
 _LEAST = 4096  # bytes of a parameter, or of an activation
-_PRODUCTS = ('dot_general', 'conv_general_dilated')
 
 
 def find_cut_products(facts: ProgramFacts) -> Iterator[Finding]:
@@ -38,7 +39,7 @@ def find_cut_products(facts: ProgramFacts) -> Iterator[Finding]:
     seen = set[tuple[str, str]]()
     found: dict[tuple[str, str, str], list[tuple[Step, int, int]]] = collections.defaultdict(list)
     for step in facts.steps:
-        if step.name not in _PRODUCTS or step.place.is_backward:
+        if step.name not in DENSE_PRODUCTS or step.place.is_backward:
             continue
         factors = find_factors(step)
         for number, weight in enumerate(step.inputs[:2]):
@@ -136,7 +137,7 @@ def find_indivisible_constraints(facts: ProgramFacts) -> Iterator[Finding]:
         if spec is None:
             continue
         for d, entry in enumerate(spec):
-            axes = sharding_axes(entry) if entry is None or isinstance(entry, str | tuple) else ()
+            axes = sharding_axes(entry)
             shards = math.prod(facts.sizes.get(a, 1) for a in axes)
             n, key = step.outputs[0].shape[d], (line_of(step), d)
             if n % shards == 0 or key in seen:
@@ -147,15 +148,15 @@ def find_indivisible_constraints(facts: ProgramFacts) -> Iterator[Finding]:
             last = f', one has {rest:,}' if rest else ''
             empty = shards - full - bool(rest)
             none = f' and {empty} {"has" if empty == 1 else "have"} none' if empty else ''
-            over = describe_axes({a: facts.sizes[a] for a in axes if a in facts.sizes})
+            counts = describe_axes({a: facts.sizes[a] for a in axes if a in facts.sizes})
             yield Finding(
                 'warning',
                 'indivisible',
                 key[0],
                 f'dimension {d} of {type_str(step.outputs[0])} has {n:,} '
-                f'elements, which {shards} devices ({over}) do not divide: jax pads or replicates '
-                f'it silently ({full:,} of {shards} devices have {part:,}{last}{none}); make it '
-                f'{part * shards:,}, or leave {all_of(axes)} out of the constraint',
+                f'elements, which {shards} devices ({counts}) do not divide: jax pads or '
+                f'replicates it silently ({full:,} of {shards} devices have {part:,}{last}{none}); '
+                f'make it {part * shards:,}, or leave {over(axes)} out of the constraint',
             )
 
 

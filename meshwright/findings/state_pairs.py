@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from meshwright.jaxpr.naming import shared_end
 from meshwright.jaxpr.primitives import ELEMENTWISE, MOVES, SCATTERS, names_in
 from meshwright.jaxpr.values import Block, Value, carries, ties
 
@@ -46,7 +47,7 @@ def pair_state(
         candidates = found.pop(number)
         longest = max(
             candidates,
-            key=lambda i: max(_match(result_paths[number], p) for p in argument_paths[i]),
+            key=lambda i: max(shared_end(result_paths[number], p) for p in argument_paths[i]),
         )
         pairs[number] = longest
         found = {
@@ -60,16 +61,6 @@ def _fits(result: Path, argument: Path) -> bool:
     tail = argument[1:]
     before = result[: len(result) - len(tail)]
     return result[len(before) :] == tail and bool(before) and all(p.isdigit() for p in before[1:])
-
-
-def _match(result: Path, argument: Path) -> int:
-    """The number of the last parts that two paths share."""
-    count = 0
-    for one, other in zip(reversed(result), reversed(argument), strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
 
 
 class _Sources:

@@ -30,8 +30,3 @@ def type_str(value: Value) -> str:
 def and_more(group: Sequence[Any]) -> str:
     """The beginning of a sentence about the first of several arrays."""
     return f'with {len(group) - 1} more like it, ' if len(group) > 1 else ''
-
-
-def all_of(axes: Sequence[str]) -> str:
-    """Mesh axes in a sentence: "'data' and 'model'"."""
-    return ' and '.join(map(repr, axes))

@@ -292,3 +292,9 @@ def _copy(source: Value, target: Value, first: int = 0) -> None:
     target.dims, target.contracted = source.dims[first:], source.contracted
     target.layout = None if source.layout is None else source.layout[first:]
     target.copied_from = (source,)
+
+
+def shared_end(one: Sequence[str], other: Sequence[str]) -> int:
+    """The number of the last parts of two paths that are the same."""
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

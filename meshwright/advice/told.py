@@ -1,0 +1,49 @@
+"""What only the author can write in another way, such as a reshape: said in words, not tried."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+from meshwright.causes.cause import Cause, CodeChange
+from meshwright.causes.evidence import Evidence
+from meshwright.program.collectives import Collective
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Told(abc.ABC):
+    """A place in the code that makes a program exchange data, whatever else is changed.
+
+    Attributes:
+      line: the user's line; '' if it has none.
+      array: the array, in words; '' for the array of the exchange.
+      why: why it exchanges data.
+      change: what to write.
+    """
+
+    line: str = ''
+    array: str = ''
+    why: str
+    change: CodeChange
+
+    @property
+    def is_avoidable(self) -> bool:
+        """Whether a program without the exchange has the same parameters."""
+        return True
+
+    @abc.abstractmethod
+    def is_of(self, collective: Collective, evidence: Evidence | None) -> bool:
+        """Whether an exchange of the compiled program comes from this place."""
+
+    def explain(self, cause: Cause) -> Cause:
+        """The cause of such an exchange, with what to write. A rule belongs to its own array."""
+        return dataclasses.replace(
+            cause,
+            source=self.line or cause.source,
+            array=self.array or cause.array,
+            rule='' if self.array else cause.rule,
+            why=self.why,
+            change=str(self.change),
+            all_changes=(self.change,),
+            avoidable=self.is_avoidable,
+        )
