@@ -65,8 +65,8 @@ def forecast(
         any case if the compiler of the machine is not installed.
       changes: changes to try if the function does not fit, in addition to a smaller batch and
         more devices. None tries nothing.
-      confirm: whether to compile changes: those of settings that fit by formula, until the compiler
-        confirms one, and the three changes of layouts with which devices send least by formula.
+      confirm: whether to compile changes: settings that fit by formula, until the compiler confirms
+        one, and the three changes of layouts with which devices send least by formula.
       explain: whether to find the causes of exchanges and buffers.
       on_program: receives the text of the compiled program, if there is one.
       progress: receives a text when a stage begins.

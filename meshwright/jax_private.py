@@ -2,8 +2,8 @@
 
 `tests/meshwright/test_jax_private.py` has a test for each, which fails first when jax changes it.
 
-A jitted function goes through three places of jax, of which the second and third are also those of
-a program that the user has compiled by `jax.jit(f).lower(...).compile()`:
+A jitted function goes through three places of jax. A program that the user has compiled by
+`jax.jit(f).lower(...).compile()` goes through the second and third as well:
 
     _resolve_and_lower(types, jaxpr=..., ...) -> MeshComputation
     MeshComputation.compile()                 -> MeshExecutable
@@ -360,7 +360,7 @@ def local_properties(
 
     Args:
       has: whether to answer for a mesh or a sharding, in place of jax.
-      local: those of some devices that belong to the process.
+      local: returns which of some devices belong to the process.
     """
 
     def all_local(x: Any) -> bool:

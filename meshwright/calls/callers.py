@@ -21,7 +21,8 @@ _FUNCTIONS = ('self', 'fun', 'fn', 'f')  # what the caller of a function calls i
 def named_by_caller(traced: TracedCall) -> TracedCall:
     """A function that is being called, with the names of its arguments in the user's call.
 
-    The names of which the fewest end with a number count: "states[0][3]" says less than "kernel".
+    Of all calls around it, the one counts whose arguments have the fewest names that end with a
+    number: "states[0][3]" says less than "kernel".
     """
     now = jax_paths(traced)
     found = min([now, *_named(traced)], key=_count_numbers)

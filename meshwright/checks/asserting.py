@@ -145,7 +145,7 @@ def assert_no_implicit_reshard(
     The gathers of sharded parameters, the sums of products over a sharded dimension, the sums of
     gradients over the batch, and what `shard_map` does follow from the program and the layouts of
     its arguments. What is left are activations that are laid out anew, because two layouts do not
-    fit each other: exchanges whose `Cause.avoidable` is true, those of values that are neither
+    fit each other: exchanges whose `Cause.avoidable` is true, exchanges of values that are neither
     arguments nor sums whose `Cause.suspect` is true, and copies that XLA warns about.
 
     Args:

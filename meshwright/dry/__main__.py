@@ -13,4 +13,4 @@ if __name__ == '__main__':
     status = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # threads of the script, such as those of a loader, may never end
+    os._exit(status)  # threads of the script, such as a loader's, may never end

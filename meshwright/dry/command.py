@@ -125,7 +125,8 @@ def _run(options: argparse.Namespace, script: dict[str, Any]) -> int:
         print(f'error: {run.message}', file=sys.stderr)
     elif run.ending == 'error' and run.error is not None:
         _print_error(run.error)
-    forecasts = [forecast_function(one) for one in find_steps(run.functions)]
+    steps = find_steps(run.functions)
+    forecasts = [forecast_function(one) for one in steps]
     answers = [answer_of(forecast) for forecast in forecasts]
     figures = answers_json('dry', answers, {'ending': run.ending})
     if options.json:
@@ -133,7 +134,7 @@ def _run(options: argparse.Namespace, script: dict[str, Any]) -> int:
     else:
         print(f'\nDry run of {script["name"]} on {options.topology}\n')
         print(summarize(run))
-        if found := findings_text(find_steps(run.functions)):
+        if found := findings_text(steps):
             print(f'\n{found}')
         if forecasts:
             width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100

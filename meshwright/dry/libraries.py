@@ -16,7 +16,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from meshwright.dry.replacing import Hook
-from meshwright.dry.stores import Stores
+from meshwright.dry.stores import Stores, writes_mode
 from meshwright.jax_private import Replacement
 
 _BUCKETS = {'gcs': 'gs', 's3': 's3', 'gcs_grpc': 'gs'}  # the drivers of tensorstore
@@ -142,7 +142,7 @@ class _Store:
             yield self._name(folder), folders, files
 
     def open(self, path: Any, mode: str) -> Any:
-        if any(letter in mode for letter in 'wax+'):
+        if writes_mode(mode):
             return self._local.open(self._stores.written(path), mode)
         own = self._stores.has(path)
         return (self._local if own else self._find()).open(self._stores.seen(path), mode)

@@ -16,7 +16,7 @@ from meshwright.user_lines import short_source, user_line
 
 _OWN = Path(__file__).parent
 _PACKAGE = f'{_OWN.parent}{os.sep}'
-# Modules whose errors a script would see on the machine too: those of arrays and of files.
+# Modules whose errors a script would see on the machine too: they stand for arrays and files.
 _LIKE_THE_MACHINE = {str(_OWN / name) for name in ('stand_in.py', 'stores.py', 'libraries.py')}
 
 

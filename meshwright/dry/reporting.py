@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,13 +14,14 @@ from meshwright.describing import describe_program
 from meshwright.dry.compiling import CompiledFunction
 from meshwright.findings.program_findings import Findings, lint_program
 from meshwright.jax_private import result_shardings
+from meshwright.report.figures import hanging
 from meshwright.report.forecasts import Forecast
 
 _SMALL = 0.01  # functions with a smaller share of the FLOPs of the largest are left out
 
 
 def find_steps(functions: Sequence[CompiledFunction]) -> tuple[CompiledFunction, ...]:
-    """The functions that a report is about: the largest, and those of comparable size.
+    """The functions that a report is about: the largest, and others of comparable size.
 
     Args:
       functions: all functions that a script has compiled.
@@ -59,10 +59,7 @@ def findings_text(functions: Sequence[CompiledFunction]) -> str:
             continue
         for finding in findings:
             found.setdefault((one.name, finding.kind, finding.where), f'{one.name}: {finding}')
-    wrapped = (
-        textwrap.fill(line, 100, initial_indent='  ', subsequent_indent='      ')
-        for line in found.values()
-    )
+    wrapped = map(hanging(100).fill, found.values())
     return '\n'.join(['findings:', *wrapped]) if found else ''
 
 

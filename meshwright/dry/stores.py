@@ -44,9 +44,11 @@ class Stores:
         writes = ('chmod', 'utime', 'truncate')
         removes = ('rmdir', 'remove', 'unlink')
         moves = ('rename', 'replace', 'symlink', 'link')
-        kinds = ((reads, self._read), (writes, self._write), (removes, self._remove))
+        read = functools.partial(self._at, self.seen)
+        write = functools.partial(self._at, self.written)
+        kinds = ((reads, read), (writes, write), (removes, self._remove))
         return [
-            *((module, 'open', self._open(open, _writes_mode)) for module in (builtins, io)),
+            *((module, 'open', self._open(open, writes_mode)) for module in (builtins, io)),
             (os, 'open', self._open(os.open, _writes_flags)),
             (os, 'mkdir', self._mkdir(os.mkdir)),
             (os, 'listdir', self._listdir(os.listdir)),
@@ -120,7 +122,7 @@ class Stores:
     def _open(self, original: Any, writes: Callable[[Any], bool]) -> Any:
         @functools.wraps(original)
         def open_(file: Any, how: Any = 'r', *args: Any, **kwargs: Any) -> Any:
-            how = kwargs.pop('mode', how) if writes is _writes_mode else how
+            how = kwargs.pop('mode', how) if writes is writes_mode else how
             file = _in_folder(file, kwargs)
             path = self.written(file) if writes(how) else self._newest(file)
             return original(path, how, *args, **kwargs)
@@ -132,21 +134,15 @@ class Stores:
         found = self.seen(path)
         return path if found is not path and os.path.isdir(found) else found
 
-    def _read(self, original: Any) -> Any:
+    def _at(self, find: Callable[[Any], Any], original: Any) -> Any:
+        """A function of a path, at the path that is found for it."""
+
         @functools.wraps(original)
-        def read(path: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
             path = _in_folder(path, kwargs)
-            return original(self.seen(path), *args, **kwargs)
+            return original(find(path), *args, **kwargs)
 
-        return read
-
-    def _write(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def write(path: Any, *args: Any, **kwargs: Any) -> Any:
-            path = _in_folder(path, kwargs)
-            return original(self.written(path), *args, **kwargs)
-
-        return write
+        return call
 
     def _remove(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -231,7 +227,8 @@ def _in_folder(path: Any, options: dict[str, Any], name: str = 'dir_fd') -> Any:
     return os.path.join(_read_link(f'/proc/self/fd/{folder}'), os.fsdecode(path))
 
 
-def _writes_mode(mode: str) -> bool:
+def writes_mode(mode: str) -> bool:
+    """Whether a mode of `open` writes."""
     return any(letter in mode for letter in 'wax+')
 
 

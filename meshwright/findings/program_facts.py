@@ -68,7 +68,7 @@ class ProgramFacts:
 
     @functools.cached_property
     def steps(self) -> tuple[Step, ...]:
-        """All steps, those of the bodies of loops and branches included."""
+        """All steps, with the steps in the bodies of loops and branches."""
         return tuple(_steps_in(self.block))
 
     @functools.cached_property

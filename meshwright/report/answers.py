@@ -12,7 +12,7 @@
     }
 
 The number in "format" changes when an entry changes its meaning or disappears, and not when entries
-are added. `answers.schema.json` describes all entries but those of "details", which belong to a
+are added. `answers.schema.json` describes all entries but "details", whose entries belong to a
 command and may change at any time. Figures are per device and call.
 """
 

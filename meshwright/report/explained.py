@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from meshwright.causes import Cause
-from meshwright.report.figures import machine_name, source_name
+from meshwright.report.figures import hanging, machine_name, source_name
 from meshwright.report.forecasts import Forecast
 from meshwright.report.page.html_tables import plain_table
 from meshwright.report.page.markup import Html, tag
@@ -159,19 +158,12 @@ def _heads(explained: Explained) -> tuple[str, str]:
 
 
 def _lines(explained: Explained) -> Iterator[str]:
-    exchanges, buffers = _heads(explained)
-    wrapper = textwrap.TextWrapper(
-        width=_WIDTH,
-        initial_indent='  ',
-        subsequent_indent='      ',
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    for title, rows in ((exchanges, explained.exchanges), (buffers, explained.buffers)):
-        yield '' if title is buffers else title
-        if title is buffers:
-            yield title
-        yield from (wrapper.fill(str(row)) for row in rows[:_LISTED])
+    titles = _heads(explained)
+    for title, rows in zip(titles, (explained.exchanges, explained.buffers), strict=True):
+        if title != titles[0]:
+            yield ''
+        yield title
+        yield from (hanging(_WIDTH).fill(str(row)) for row in rows[:_LISTED])
         if len(rows) > _LISTED:
             rest = sum(row.nbytes for row in rows[_LISTED:])
             yield f'  and {len(rows) - _LISTED} more, {bytes_str(rest)} together'

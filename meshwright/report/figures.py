@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -294,8 +295,19 @@ def _time(forecast: Forecast) -> Iterator[Figure]:
         yield Figure(TIME, part.name, part.exposed, 'seconds', depth=2, is_addend=True)
 
 
+def hanging(width: int) -> textwrap.TextWrapper:
+    """Wraps the lines of a list in a report: each is indented, and its rest more."""
+    return textwrap.TextWrapper(
+        width=width,
+        initial_indent='  ',
+        subsequent_indent='      ',
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
 def outside_words(time: StepTime | None) -> str:
-    """Why the range of a time is wider than that of measured steps, or ''."""
+    """Why the range of a time is wider than the range of measured steps; '' if it is not."""
     if time is None or not time.outside:
         return ''
     return f'the range of the time is wider than for measured steps: {"; ".join(time.outside)}'

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 
 from meshwright.causes import Cause
 from meshwright.program.collectives import Collective
 from meshwright.report.figures import (
     MACHINE,
+    hanging,
     heading,
     machine_name,
     outside_words,
@@ -101,14 +101,7 @@ def _section(title: str, lines: Sequence[str], where: str, width: int) -> Iterat
     if lines:
         rest = len(lines) - _LISTED
         shown = [*lines[:_LISTED], *([f'and {rest} more'] if rest > 0 else [])]
-        wrapper = textwrap.TextWrapper(
-            width=width,
-            initial_indent='  ',
-            subsequent_indent='      ',
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        yield '\n'.join([title + where, *map(wrapper.fill, shown)])
+        yield '\n'.join([title + where, *map(hanging(width).fill, shown)])
 
 
 def _replicated(forecast: Forecast) -> Iterator[str]:

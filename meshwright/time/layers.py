@@ -24,7 +24,7 @@ class Layers:
     Attributes:
       width: of half of the FLOPs, the smallest size of the product is at least this. A product of
         matrices of (m, k) and (k, n) elements, on one device, has three sizes.
-      kinds: the kinds of products, besides those of plain matrices, that matter.
+      kinds: the kinds of products that matter, besides products of plain matrices.
     """
 
     width: float
@@ -67,7 +67,7 @@ def _width(step: Step, lhs: Sequence[int], rhs: Sequence[int], result: Sequence[
 
 
 def _dimensions(step: Step) -> tuple[Any, Any]:
-    """The dimensions of both matrices that are summed, and those that count several products."""
+    """The dimensions of both matrices that are summed, and the dimensions that count products."""
     if step.name == 'dot_general':
         return step.params['dimension_numbers']
     groups = step.params['ragged_dot_dimension_numbers']

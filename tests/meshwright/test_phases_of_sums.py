@@ -15,7 +15,7 @@ HELD = f'f32[{HIDDEN},{WIDTH}]'  # XLA transposes the gradient
 
 
 def compile_step():
-    """The gradient of 'up', summed over 8 devices of 'data'; that of 'half' is half as large."""
+    """Gradients summed over 8 devices of 'data': of 'up', and of 'half', which is half as large."""
     mesh = Mesh(np.array(jax.devices()), ('data',))
     rows = NamedSharding(mesh, PartitionSpec('data'))
 
