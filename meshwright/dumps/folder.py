@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
+
+from partitioning.rules import nearest
 
 Stage = Literal['compiled', 'partitioned', 'not partitioned']
 
@@ -93,10 +94,10 @@ def choose_module(modules: Sequence[DumpedModule], name: str | None) -> DumpedMo
         if name in (module.name, module.function, short):
             return module
     names = tuple(dict.fromkeys(module.function for module in modules))
-    close = difflib.get_close_matches(name, names, 1)
-    hint = f' Did you mean {close[0]!r}?' if close else ''
     more = f' and {len(names) - _LISTED} more' if len(names) > _LISTED else ''
-    raise ValueError(f'no module {name!r}.{hint} There are {", ".join(names[:_LISTED])}{more}')
+    raise ValueError(
+        f'no module {name!r}.{nearest(name, names)} There are {", ".join(names[:_LISTED])}{more}'
+    )
 
 
 def _module(file: Path, match: re.Match[str], stage: Stage, files: Sequence[Path]) -> DumpedModule:

@@ -61,9 +61,7 @@ def read_hlo(text: str) -> Hlo:
 def exchanges_of(hlo: Hlo, mesh: MeshAxes | None) -> tuple[Collective, ...]:
     """The exchanges of a program, each with the line of the user's code."""
     program = hlo.program
-    instructions = {
-        i.name: i for c in program.computations.values() for i in c.instructions.values()
-    }
+    instructions = {i.name: i for i in _instructions(program)}
     found = []
     for collective in find_collectives(program, hlo.visits, mesh):
         source = user_line(program.stack_of(instructions[collective.instruction]))
@@ -79,10 +77,8 @@ def count_slices(hlo: Hlo) -> int:
 
 def groups_of(hlo: Hlo) -> Iterator[Groups]:
     """The groups of devices of every exchange."""
-    for computation in hlo.program.computations.values():
-        for instruction in computation.instructions.values():
-            if re.search(r'\b(replica_groups|source_target_pairs)=', instruction.attributes):
-                yield parse_groups(instruction.attributes, hlo.program.num_devices)
+    for instruction in filter(_exchanges, _instructions(hlo.program)):
+        yield parse_groups(instruction.attributes, hlo.program.num_devices)
 
 
 def unknown_loops(hlo: Hlo) -> int:
@@ -125,7 +121,7 @@ def _stage_of(program: HloProgram) -> Stage:
     """
     if 'is_scheduled=true' in program.header:
         return 'compiled'
-    instructions = [i for c in program.computations.values() for i in c.instructions.values()]
+    instructions = list(_instructions(program))
     cut_by_hand = any(word in i.attributes for i in instructions for word in _BY_HAND)
     if '_spmd' in program.entry.name or (any(map(_exchanges, instructions)) and not cut_by_hand):
         return 'partitioned'
@@ -149,6 +145,11 @@ def _check_complete(program: HloProgram) -> None:
                     f'the text is cut off or damaged: {instruction.name!r} uses {names[0]!r}, '
                     'which is not there'
                 )
+
+
+def _instructions(program: HloProgram) -> Iterator[Instruction]:
+    for computation in program.computations.values():
+        yield from computation.instructions.values()
 
 
 def _exchanges(instruction: Instruction) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import os
 import re
@@ -20,6 +19,7 @@ from meshwright.dumps.texts import read_text
 from meshwright.program.collectives import Collective, MeshAxes
 from meshwright.program.costs import MemoryUse
 from partitioning.hardware import CHIPS, Chip
+from partitioning.rules import nearest
 
 _TILED = re.compile(r'\{[\d,]*:[^}]*T\(\d')  # only layouts for TPUs have tiles
 _OF_GPUS = ('gpu_backend_config', '"operation_queue_id"', 'fingerprint_before_lhs')
@@ -246,9 +246,9 @@ def _find_chip(name: str | None) -> Chip | None:
     if name is None:
         return None
     if name not in CHIPS:
-        close = difflib.get_close_matches(name, CHIPS, 1)
-        hint = f' Did you mean {close[0]!r}?' if close else ''
-        raise ValueError(f'no chip {name!r}.{hint} The chips are {", ".join(CHIPS)}')
+        raise ValueError(
+            f'no chip {name!r}.{nearest(name, CHIPS)} The chips are {", ".join(CHIPS)}'
+        )
     return CHIPS[name]
 
 

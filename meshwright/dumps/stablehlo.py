@@ -8,6 +8,7 @@ of a line, and end with one at the beginning of a line.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -94,9 +95,7 @@ def parse_stablehlo(text: str, mesh: MeshAxes | None) -> StableHlo:
         raise ValueError('the text has no function: expected func.func public @main')
     head = text.partition('func.func')[0]
     counts = re.findall(r'mhlo\.num_(?:partitions|replicas) = (\d+)', head)
-    num_devices = 1
-    for count in counts:
-        num_devices *= int(count)
+    num_devices = math.prod(map(int, counts))
     meshes = dict(shardy_meshes(text))
     reader = _Reader(functions, dict(_LOCATION.findall(text)), mesh, num_devices, meshes)
     collectives = tuple(reader.exchanges(main.regions[0], 1, ()))
