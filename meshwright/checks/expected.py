@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from meshwright.program.collectives import RING_SHARES
 from partitioning.amounts import bytes_str, parse_bytes
+from partitioning.rules import nearest
 
 Axes = str | tuple[str, ...]
 # {('all-gather', 'fsdp'): 24, 'all-reduce': '1.5 MB', ('all-to-all', ('x', 'y')): (2, '3 MB')}
@@ -117,9 +117,7 @@ def _read_amount(written: Any, amount: Any) -> Amount:
 
 def _hint(name: Any, known: Iterable[str]) -> str:
     names = list(known)
-    close = difflib.get_close_matches(str(name).replace('_', '-'), names, 1)
-    close = close or difflib.get_close_matches(str(name), names, 1)
-    guess = f' Did you mean {close[0]!r}?' if close else ''
+    guess = nearest(str(name).replace('_', '-'), names) or nearest(str(name), names)
     return f'{guess} There are {", ".join(names) or "none"}'
 
 

@@ -53,7 +53,5 @@ def _answer(options: argparse.Namespace) -> int:
     mesh = None if options.mesh is None else parse_mesh(options.mesh)
     program = read_dump(options.dump, module=options.module, mesh=mesh, chip=options.chip)
     answer = dump_answer(program)
-    print(answers_json('explain', [answer]) if options.json else dump_table(program), end='')
-    if options.json:
-        print()
+    print(answers_json('explain', [answer]) if options.json else dump_table(program).rstrip('\n'))
     return exit_status([answer])
