@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from meshwright import jax_private
+from partitioning.products.flops import open_jaxpr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,23 +60,22 @@ class Move:
             return self.sharding(x)
         if isinstance(x, Mesh | AbstractMesh):
             return self.of_mesh(x)
-        if isinstance(x, core.ClosedJaxpr):
-            return self.jaxpr(x)
-        if isinstance(x, core.Jaxpr):
-            return self.jaxpr(core.ClosedJaxpr(x, ())).jaxpr
+        if hasattr(x, 'eqns'):
+            moved = self.jaxpr(x)
+            return moved if hasattr(x, 'jaxpr') else moved.jaxpr
         if isinstance(x, tuple | list):
             return type(x)(map(self.value, x)) if not hasattr(x, '_fields') else x
         return x
 
-    def function(self, jaxpr: core.ClosedJaxpr) -> Callable[..., list[Any]]:
-        """A function that does what a trace does, on the mesh."""
-        equations = [self._equation(e) for e in jaxpr.jaxpr.eqns]
-        moved = jaxpr.jaxpr.replace(eqns=equations)
-        return lambda *args: jax_private.evaluate(moved, jaxpr.consts, args)
+    def function(self, jaxpr: Any) -> Callable[..., list[Any]]:
+        """A function that does what a trace does, a Jaxpr or a ClosedJaxpr, on the mesh."""
+        opened, consts = open_jaxpr(jaxpr)
+        moved = opened.replace(eqns=[self._equation(e) for e in opened.eqns])
+        return lambda *args: jax_private.evaluate(moved, consts, args)
 
-    def jaxpr(self, jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
-        """A trace of the same function on the mesh."""
-        avals = [self._struct(aval) for aval in jaxpr.in_avals]
+    def jaxpr(self, jaxpr: Any) -> Any:
+        """A trace of the same function on the mesh, a ClosedJaxpr."""
+        avals = [self._struct(v.aval) for v in open_jaxpr(jaxpr)[0].invars]
         return jax.make_jaxpr(self.function(jaxpr))(*avals)
 
     def _equation(self, equation: Any) -> Any:
