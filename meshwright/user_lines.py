@@ -7,21 +7,17 @@ import functools
 import linecache
 import os
 import re
-import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# Packages whose lines say nothing about the program that calls them.
-_LIBRARIES = 'jax|jaxlib|flax|optax|chex|numpy|einops|equinox|haiku|keras|jaxtyping|absl'
-_IN_LIBRARY = re.compile(rf'/(?:site|dist)-packages/(?:{_LIBRARIES})/')
-_IN_JAX = re.compile(r'/(?:site|dist)-packages/(?:jax|jaxlib)/')
+from partitioning.library_files import is_library_file, is_standard_file
+
 _ROOT = f'{Path(__file__).parents[1]}/'
 _PLUMBING = (f'{_ROOT}meshwright/', f'{_ROOT}partitioning/')
 _ABSOLUTE = re.compile(r'/[^\s:]+\.py:\d+')
 _CONSTRAINING = ('with_sharding_constraint', 'reshard')
 _NESTED = 3  # functions that call each other
-_STANDARD = sysconfig.get_paths()['stdlib']
 
 
 def user_line(stack: Sequence[str], helpers: Collection[str] = ()) -> str:
@@ -129,7 +125,7 @@ def stack_of_traceback(traceback: Any) -> tuple[str, ...]:
 @functools.cache
 def is_of_jax(path: str) -> bool:
     """Whether a file, or the code at a 'file:line', is jax's own."""
-    return bool(_IN_JAX.search(path))
+    return is_library_file(path, ('jax', 'jaxlib'))
 
 
 def short_source(source: str) -> str:
@@ -157,6 +153,4 @@ def is_library(line: str) -> bool:
 
 @functools.cache
 def _is_library_path(path: str) -> bool:
-    if path.startswith(_PLUMBING) or _IN_LIBRARY.search(path):
-        return True
-    return path.startswith(_STANDARD) and '-packages' not in path
+    return path.startswith(_PLUMBING) or is_library_file(path) or is_standard_file(path)

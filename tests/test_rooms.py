@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 # From the ground up. Rooms on the same floor do not import each other.
 FLOORS = {
     'partitioning': [
-        {'amounts', 'lazy_names', 'rules', 'untrusted_text'},
+        {'amounts', 'lazy_names', 'library_files', 'rules', 'untrusted_text'},
         {'hardware'},
         {'constraints', 'layout', 'mesh'},
         {'products', 'state'},
@@ -52,7 +52,8 @@ FLOORS = {
     ],
 }
 # What a package may import of the packages below it; None allows everything.
-GROUND = {'amounts', 'hardware', 'layout', 'lazy_names', 'mesh', 'plan', 'products', 'rules'}
+GROUND = {'amounts', 'hardware', 'layout', 'lazy_names', 'library_files', 'mesh', 'plan'}
+GROUND |= {'products', 'rules'}
 BELOW = {
     'partitioning': {},
     'meshwright': {'partitioning': {*GROUND, 'pictures', 'state', 'untrusted_text'}},

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from absl import logging
 
+from partitioning.library_files import is_library_file
 from partitioning.untrusted_text import printable
 from train.cli.interruption import EXIT_CODES
 from train.errors import USER_ERRORS, ConfigError, describe_error, first_line
@@ -215,6 +216,6 @@ def explain(error: Exception) -> str | None:
 
         place = find_place(message)
         return f'{place}: {message}' if place else message
-    if called and 'optax' in raised_in.parts:
+    if called and is_library_file(str(raised_in), ('optax',)):
         return f'{called}: {message}'
     return None

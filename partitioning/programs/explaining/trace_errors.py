@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import sysconfig
 import traceback
 from pathlib import Path
 
 import jax
 
+from partitioning.library_files import is_installed_file, is_library_file, is_program_frame
 from partitioning.rules import LogicalAxisRules, as_tuple
 from partitioning.rules.checks import axis_problems
 
@@ -18,9 +18,7 @@ _NOT_EXPLICIT = re.compile(
 )
 _NOT_AN_ARRAY = re.compile(r"\w+ requires ndarray or scalar arguments, got <class '(\S+)'>")
 _TYPED = re.compile(r'\w+\[[\w,()@]*@[\w,()@]*\]')  # float32[8,4@model]
-_PACKAGE = str(Path(__file__).parents[2])
 _LAYERS = ('flax.linen.', 'flax.nnx.nn.')
-_LIBRARIES = (str(Path(jax.__file__).parent), _PACKAGE, sysconfig.get_path('stdlib'), '<')
 
 
 def translate(error: Exception, rules: LogicalAxisRules) -> str | None:
@@ -52,7 +50,7 @@ def translate(error: Exception, rules: LogicalAxisRules) -> str | None:
         )
     frames = traceback.walk_tb(error.__traceback__)
     if (other := _NOT_AN_ARRAY.match(text)) and any(
-        'optax' in Path(frame.f_code.co_filename).parts for frame, _ in frames
+        is_library_file(frame.f_code.co_filename, ('optax',)) for frame, _ in frames
     ):
         return (
             f'optax{place_of(error)} received a {other[1]}, which is not an array: give it arrays '
@@ -87,13 +85,17 @@ def explain_lack(name: str, error: Exception) -> str:
     )
 
 
-def place_of(error: Exception) -> str:
+def place_of(error: BaseException) -> str:
     """Where the program caused an error: ' (in Embed, called at model.py:12)', or ''."""
     layer = line = ''
+    of_program = False
     for frame, number in traceback.walk_tb(error.__traceback__):
         path, method_of = frame.f_code.co_filename, type(frame.f_locals.get('self'))
         if method_of.__module__.startswith(_LAYERS):
             layer = f'in {method_of.__name__}, called '
-        elif not path.startswith(_LIBRARIES) and not {'flax', 'optax'} & {*Path(path).parts}:
+        elif is_program_frame(frame):
+            if is_installed_file(path) and of_program:
+                continue  # a model that the user has installed says less than the user's own line
+            of_program = not is_installed_file(path)
             layer, line = '', f'{Path(path).name}:{number}'
     return f' ({layer}at {line})' if line else ''
