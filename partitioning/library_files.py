@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
 from pathlib import Path
 from types import FrameType
 
@@ -85,3 +86,9 @@ def is_program_frame(frame: FrameType) -> bool:
 def is_installed_file(path: str) -> bool:
     """Whether a file is not the user's to edit: it is in site-packages, or of the trainer."""
     return _INSTALLED.search(path.replace(os.sep, '/')) is not None or path.startswith(_TRAINER)
+
+
+def is_own_error(error: BaseException) -> bool:
+    """Whether this package has raised an error, which then explains itself."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_code.co_filename.startswith(_OWN)

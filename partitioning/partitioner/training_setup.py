@@ -23,6 +23,13 @@ from partitioning.programs.contexts import PjittedFnWithContext, in_context
 from partitioning.programs.partitioned_function import PartitionedCallable
 from partitioning.rules import LogicalAxisRules, check_has_devices
 from partitioning.state import path_str, unbox
+from partitioning.state.static_arrays import (
+    AS_ARRAY_FIELD,
+    evaluate_constants,
+    find_static_tracers,
+    name_static_field,
+    with_static_values,
+)
 from partitioning.state.structures import match_by_path
 
 
@@ -39,31 +46,49 @@ def trace_init(
       ValueError: with the path of the first leaf of the state that is not an array.
     """
 
+    name = getattr(init_fn, '__name__', 'the init function')
+    # jax compares structures that a traced function returns with earlier ones, which fails for
+    # arrays in static fields. Therefore it sees only the leaves.
+    structures: list[Any] = []
+
     @functools.wraps(init_fn)
     def checked(*args: Any) -> Any:
         state = init_fn(*args)
-        check_only_arrays(state, getattr(init_fn, '__name__', 'the init function'))
-        return state
+        check_only_arrays(state, name)
+        leaves, structure = jax.tree.flatten(state)
+        structures.append(structure)
+        return leaves, find_static_tracers(state)
 
     # Over Explicit axes a result gets its layout from its inputs, so a state that is made from a
     # random key would be replicated. Therefore the program is traced and runs over Auto axes.
     auto = mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     traced = jax.make_jaxpr(in_context(checked, auto, rules), return_shape=True)
-    jaxpr, named = traced(*args)
-    named = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), named)
+    try:
+        jaxpr, (leaves, static) = traced(*args)
+        for constant in jaxpr.consts:
+            if isinstance(constant, jax.core.Tracer):
+                jnp.copy(constant)  # which fails if its trace has ended
+    except jax.errors.UnexpectedTracerError as error:
+        from partitioning.programs.explaining.trace_errors import explain_leak
+
+        raise explain_leak(name, error) from error
+    num_arrays = len(leaves)
+    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    named = jax.tree.unflatten(structures[-1], abstract)
+    if static:
+        named = with_static_values(named, _static_values(jaxpr, num_arrays, named, name))
     planned = jax.tree.map(_array, args)
 
-    def make(*arrays: Any) -> Any:
+    def make(*arrays: Any) -> list[Any]:
         from jax.extend.core import jaxpr_as_fun  # imports Pallas, so not with this module
 
-        made = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arrays))
+        made = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arrays))[:num_arrays]
         # With a weak type, the first two steps would be compiled separately. The type is read from
         # the traced result, because a constant result is a plain number.
-        typed = [
+        return [
             jax.lax.convert_element_type(x, aval.dtype) if aval.weak_type else x
-            for x, aval in zip(made, jaxpr.out_avals, strict=True)
+            for x, aval in zip(made, jaxpr.out_avals[:num_arrays], strict=True)
         ]
-        return jax.tree.unflatten(jax.tree.structure(unbox(named)), typed)
 
     def jit_for(plan: Plan, *given: Any) -> Any:
         check_has_devices(mesh, 'plan.init')
@@ -73,15 +98,29 @@ def trace_init(
                 'for these arguments'
             )
         replicated = NamedSharding(auto, PartitionSpec())
-        shardings = jax.tree.map(lambda s: NamedSharding(auto, s.spec), plan.shardings)
+        of_each = jax.tree.broadcast(plan.shardings, unbox(named), is_leaf=lambda x: x is None)
+        shardings = [NamedSharding(auto, s.spec) for s in jax.tree.leaves(of_each)]
         return jax.jit(make, in_shardings=replicated, out_shardings=shardings)
 
-    def finish(plan: Plan, state: Any) -> Any:
+    def finish(plan: Plan, made: Any) -> Any:
+        state = jax.tree.unflatten(jax.tree.structure(unbox(named)), made)
         if AxisType.Explicit not in mesh.axis_types:
             return state
         return jax.device_put(state, plan.shardings)
 
     return named, InitProgram(jit_for, finish, named)
+
+
+def _static_values(jaxpr: Any, first: int, state: Any, function: str) -> list[jax.Array]:
+    """The values of the arrays in static fields, which are constants of the program."""
+    values = evaluate_constants(jaxpr, first)
+    if values is None:
+        raise ValueError(
+            f'{function} puts an array that depends on its arguments into the static field '
+            f'{name_static_field(state) or "of a node"}, but a static field is a constant of the '
+            f'program: {AS_ARRAY_FIELD}'
+        )
+    return values
 
 
 def _array(x: Any) -> str:
@@ -204,6 +243,12 @@ def returning_pairs(train_step: Callable[..., Any], specs: Any) -> Callable[...,
     def pair(state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         result = train_step(state, *args, **kwargs)
         check_only_arrays(result, name)
+        if find_static_tracers(result):
+            raise ValueError(
+                f'{name} puts an array that it computes into the static field '
+                f'{name_static_field(result) or "of a node"}, but a static field is a constant of '
+                f'the program: {AS_ARRAY_FIELD}, or change the state that {name} receives'
+            )
         after, rest = _state_and_rest(result, state, name)
         of_each = match_by_path(specs, state)
         assert of_each is not None, 'jax has compared the structures already'

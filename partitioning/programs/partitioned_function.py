@@ -15,7 +15,7 @@ from partitioning.hardware import check_options, num_cached
 from partitioning.programs.boundary import PartitionSettings, check_donation, find_boundary
 from partitioning.programs.contexts import PjittedFnWithContext, in_context
 from partitioning.programs.inner_layouts import auto_where_needed, lay_out_inside
-from partitioning.programs.trace_log import TraceLog, observe
+from partitioning.programs.trace_log import NO_RESULT, TraceLog, observe
 from partitioning.rules import LogicalAxisRules, check_has_devices
 from partitioning.state.structures import (
     has_structure_of,
@@ -200,7 +200,7 @@ class PartitionedFunction(PjittedFnWithContext):
             args, kwargs = self._bind(args, kwargs)
         found = find_cause(error, self.boundary, self.trace_log, args, kwargs, abstract=abstract)
         if found is not None:
-            raise found from None
+            raise found from found.__cause__
 
     def _check_has_devices(self) -> None:
         function = self.boundary.arguments.function
@@ -231,9 +231,12 @@ class PartitionedFunction(PjittedFnWithContext):
         body, out_shardings = self._body, self._out_shardings
         returned = self.trace_log.result
         dynamic = [args[i] for i in self.boundary.dynamic_indices(len(args))]
-        adapted = with_static_fields(self._in_shardings, out_shardings, dynamic)
+        try:
+            adapted = with_static_fields(self._in_shardings, out_shardings, dynamic)
+        except ValueError:  # jax cannot compare arrays in static fields
+            return False
         if adapted is None:
-            if returned is None or has_structure_of(out_shardings, returned):
+            if returned is NO_RESULT or has_structure_of(out_shardings, returned):
                 return False
             if match_by_path(out_shardings, returned, types=True) is None:
                 return False

@@ -112,6 +112,10 @@ OnRecompile = Literal['allow', 'error']
 Layouts = dict[str, Any]
 
 
+# The result of a trace that has not ended: the function may have failed, or jax.
+NO_RESULT = object()
+
+
 class RecompilationError(ValueError):
     """A partitioned function would be compiled again, under the policy 'error'."""
 
@@ -121,7 +125,7 @@ class TraceLog:
 
     Attributes:
       count: the number of traces.
-      result: the abstract result of the latest trace.
+      result: the abstract result of the latest trace, or NO_RESULT if it has not ended.
 
     Raises:
       ValueError: if the policy does not exist.
@@ -137,7 +141,7 @@ class TraceLog:
     def clear(self) -> None:
         """Forgets every trace."""
         self.count = 0
-        self.result: Any = None
+        self.result: Any = NO_RESULT
         self._first: dict[str, Any] = {}
         self._latest: dict[str, Any] = {}
         self._layouts: dict[Any, list[Layouts]] = {}
@@ -150,6 +154,7 @@ class TraceLog:
 
     def start(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Records the arguments of a trace; under 'error', a second one is a RecompilationError."""
+        self.result = NO_RESULT
         static = {self._arguments.name(i) for i in positions(self._static, len(args))}
         traced = {
             name: StaticValue(value) if name in static else jax.tree.map(abstract, value)

@@ -55,7 +55,7 @@ def pair_leaves(
     Raises:
       TreeMismatchError: at the first place where the structures differ.
     """
-    ours, theirs = _children(first), _children(second)
+    ours, theirs = children_of(first), children_of(second)
     if prefix and first is None:
         ours = None
     if ours is None and (prefix or theirs is None):
@@ -72,7 +72,7 @@ def pair_leaves(
         raise TreeMismatchError(path, *_describe_static_fields(first, second))
 
 
-def _children(tree: Any) -> Mapping[Any, Any] | None:
+def children_of(tree: Any) -> Mapping[Any, Any] | None:
     """The children of a node by their keys, or None if `tree` is a leaf."""
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]
     return None if flat and not flat[0][0] else {path[0]: child for path, child in flat}
@@ -99,7 +99,7 @@ def _describe(tree: Any) -> str:
     """What a tree is at its root: `an array`, `a tuple of 3` or `a dict`."""
     if tree is None:
         return 'None'
-    if _children(tree) is None:
+    if children_of(tree) is None:
         return 'an array' if hasattr(tree, 'dtype') else 'one entry'
     count = f' of {len(tree)}' if isinstance(tree, tuple | list) else ''
     kind = type(tree).__name__
@@ -109,7 +109,7 @@ def _describe(tree: Any) -> str:
 def _describe_static_fields(first: Any, second: Any) -> tuple[str, str]:
     """The static fields that differ in two nodes with equal keys."""
     kind = type(first).__name__
-    dynamic = {jax.tree_util.keystr((key,), simple=True) for key in _children(first) or ()}
+    dynamic = {jax.tree_util.keystr((key,), simple=True) for key in children_of(first) or ()}
     fields = dataclasses.fields(first) if dataclasses.is_dataclass(first) else ()
     for field in fields:
         one, other = (getattr(tree, field.name, None) for tree in (first, second))

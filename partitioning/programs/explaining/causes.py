@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh
 
 from partitioning.constraints import explain_batched_axis
 from partitioning.hardware.compilers import explain_compiler_error
+from partitioning.library_files import is_own_error
 from partitioning.programs.boundary import Boundary, deletion_problems
 from partitioning.programs.explaining.misfits import (
     device_problems,
@@ -29,9 +30,10 @@ from partitioning.programs.explaining.misfits import (
     static_problems,
     value_problems,
 )
-from partitioning.programs.explaining.trace_errors import place_of
-from partitioning.programs.trace_log import RecompilationError, TraceLog, call_function
+from partitioning.programs.explaining.trace_errors import explain_leak, place_of
+from partitioning.programs.trace_log import NO_RESULT, RecompilationError, TraceLog, call_function
 from partitioning.rules import describe_axes
+from partitioning.state.static_arrays import AS_ARRAY_FIELD, name_static_field
 
 _UNBOUND_AXIS = re.compile(r'unbound axis name: ([^\s.]+)')
 
@@ -57,10 +59,15 @@ def find_cause(
             return of_compiler
     if isinstance(error, RecompilationError):
         return RecompilationError(str(error))
+    if isinstance(error, jax.errors.UnexpectedTracerError):
+        return explain_leak(boundary.arguments.function, error)
+    if 'metadata fields of pytree' in str(error):
+        return _of_static_arrays(error, boundary, args, kwargs)
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     if call_function.__code__ in frames[:-1]:  # the user's function raised it
         if (known := _known_error(error, boundary, args)) is None:
-            _add_notes(error, boundary, args, kwargs)
+            if not is_own_error(error):
+                _add_notes(error, boundary, args, kwargs)
             return None
         return ValueError(f'{boundary.arguments.function}{known}')
     if mismatch := boundary.arguments.call_error(args, kwargs):
@@ -93,9 +100,28 @@ def _problems(
         for argument in arguments:
             yield from layout_problems(boundary, argument)
         yield from device_problems(boundary, kwargs)
-    yield from result_problems(boundary, trace_log.result)
+    if trace_log.result is not NO_RESULT:
+        yield from result_problems(boundary, trace_log.result)
     if 'metadata' in str(error):
         yield from static_field_problems(arguments)
+
+
+def _of_static_arrays(
+    error: Exception, boundary: Boundary, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> ValueError:
+    """What to say if jax has failed to compare the static fields of two pytrees."""
+    function, fields = boundary.arguments.function, []
+    for name, value in boundary.arguments.by_name(args, kwargs).items():
+        if (field := name_static_field(value)) is not None:
+            fields.append(f'the static field {field} of {name}')
+    held = fields[0] if fields else 'a static field of a pytree'
+    found = ValueError(
+        f'{function}: jax failed to compare static fields{place_of(error)}, which it does in every '
+        f'call: {held} holds an array, and two arrays are neither equal nor different: '
+        f'{AS_ARRAY_FIELD}, or keep it as a tuple of numbers'
+    )
+    found.__cause__ = error
+    return found
 
 
 def _known_error(error: Exception, boundary: Boundary, args: Sequence[Any]) -> str | None:

@@ -18,6 +18,8 @@ _NOT_EXPLICIT = re.compile(
 )
 _NOT_AN_ARRAY = re.compile(r"\w+ requires ndarray or scalar arguments, got <class '(\S+)'>")
 _TYPED = re.compile(r'\w+\[[\w,()@]*@[\w,()@]*\]')  # float32[8,4@model]
+_LEAKED = re.compile(r'intermediate value with type (\S+) wrapped')
+_LEAKED_AT = re.compile(r'value was created on line (.+?):(\d+)[:\d]* \((.+?)\)')
 _LAYERS = ('flax.linen.', 'flax.nnx.nn.')
 
 
@@ -57,6 +59,26 @@ def translate(error: Exception, rules: LogicalAxisRules) -> str | None:
             'only, for example tx.init(eqx.filter(model, eqx.is_array))'
         )
     return None
+
+
+def explain_leak(function: str, error: jax.errors.UnexpectedTracerError) -> ValueError:
+    """An error about an array of a trace that has ended, which jax calls an unexpected tracer."""
+    text = str(error)
+    kind, made = _LEAKED.search(text), _LEAKED_AT.search(text)
+    array = 'an array' if kind is None else f'an array {kind[1]}'
+    where = (
+        ''
+        if made is None
+        else f', made in {made[3].rpartition("<locals>.")[2]} at {Path(made[1]).name}:{made[2]},'
+    )
+    found = ValueError(
+        f'{function}: jax failed while tracing it{place_of(error)}, because it uses {array}{where} '
+        'that existed only during another trace. The program keeps it outside of the function, '
+        'as in a global, an attribute or a static field: return it and pass it as an argument, or '
+        'compute it again where it is used'
+    )
+    found.__cause__ = error
+    return found
 
 
 def lacks_out_sharding(error: Exception) -> bool:
