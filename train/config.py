@@ -127,6 +127,8 @@ class TrainConfig:
       prng_impl: jax's implementation of random numbers: 'threefry2x32', 'rbg' or 'unsafe_rbg', by
         default the one that jax's configuration names. The last two are faster on TPUs, and their
         numbers depend on the mesh.
+      split_key: whether the key of the seed is split into one for the initial parameters and one
+        for the steps, as T5X does. Otherwise, both use the key of the seed.
 
     Raises:
       ConfigError, ValueError: if a setting is malformed, or if settings conflict.
@@ -165,6 +167,7 @@ class TrainConfig:
     seed: int | None = 0
     data_seed: int | None = None
     prng_impl: PrngImpl | None = None
+    split_key: bool = False
     watchdog: WatchdogConfig | None = dataclasses.field(default_factory=WatchdogConfig)
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ from partitioning.mesh.order import best_grid, check_same_size, join_blocks, ord
 from partitioning.mesh.t5x import (
     check_last_axis,
     check_submesh,
+    model_axis_size,
     split_experts,
     t5x_axes,
     t5x_grid,
@@ -254,6 +255,9 @@ class MeshConfig:
         if t5x_order:
             tile, model = self.model_parallel_submesh, sizes[-1]
             if tile is None:
+                if setting == 'num_partitions':
+                    model = model_axis_size(devices, model)
+                    sizes = (*sizes[:-1], model)
                 check_last_axis(model, len(granules[0]), len(granules), names[-1], setting)
             blocks = [t5x_grid(g, model, tile, self.granule_size) for g in granules]
         several = len(granules) > 1

@@ -5,7 +5,9 @@ The order comes from a table of tiles and from how tiles make a mesh.
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from partitioning.mesh.order import TWO_CORES, as_array, best_grid, order_device
 from partitioning.mesh.validation import as_tuple_of, check_count, check_names, list_divisors
 from partitioning.rules import is_count
 
+_LOGGER = logging.getLogger(__name__)
 MESH_AXES = ('data', 'model')
 MULTISLICE_MESH_AXES = ('replica', 'data', 'model')
 
@@ -124,6 +127,28 @@ def _check_one_decides(given: dict[str, Any], dcn_mesh_shape: Sequence[int] | No
     if len(given) > 1:
         settings = ' and '.join(f'{name}={value!r}' for name, value in given.items())
         raise ValueError(f'{settings} each decide the model axis: keep one of them')
+
+
+def model_axis_size(devices: Sequence[JaxDevice], num_partitions: int) -> int:
+    """Returns the size of the 'model' axis: `num_partitions`, but for programs of T5X on CPUs.
+
+    T5X ignores the setting on CPUs: all devices of a process make 'model'. Its own programs rely on
+    that, such as its tests, with batches of two rows on eight devices. They are those that have
+    loaded `t5x.partitioning`, or put this package in its place.
+    """
+    if devices[0].platform != 'cpu' or 't5x.partitioning' not in sys.modules:
+        return num_partitions
+    processes = len({device.process_index for device in devices})
+    size = len(devices) // processes
+    if size != num_partitions:
+        _LOGGER.warning(
+            'num_partitions=%d has no effect on CPUs in a program of T5X: as there, the mesh is '
+            'data %d x model %d',
+            num_partitions,
+            processes,
+            size,
+        )
+    return size
 
 
 _ONE_DEVICE = ('TPU v4', 'TPU v4 lite')  # the two cores of a chip are one device (megacore)

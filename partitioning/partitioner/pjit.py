@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, Self
 
+import jax
+
 from partitioning.hardware import HardwareMesh
 from partitioning.mesh import MeshConfig
 from partitioning.partitioner.base_pjit import BasePjitPartitioner
@@ -176,6 +178,11 @@ class PjitPartitioner(BasePjitPartitioner):
         return cls(layout=rules, **settings)
 
     # The rules.
+
+    @property
+    def use_shardy_partitioner(self) -> bool:
+        """Whether JAX partitions programs with Shardy, by T5X's name."""
+        return bool(getattr(jax.config, 'jax_use_shardy_partitioner', True))
 
     @property
     def logical_axis_rules(self) -> AxisRules:

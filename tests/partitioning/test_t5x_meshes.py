@@ -1,12 +1,14 @@
 """T5X's tiles, and meshes of parts of a slice. The orders of T5X are tested in tests/seeds."""
 
 import dataclasses
+import sys
 
+import jax
 import numpy as np
 import pytest
 from mock_devices import gpus, ids, sorted_ids, tpu_slices, tpus, v3_4x4
 
-from partitioning import create_mesh, default_mesh, get_mesh
+from partitioning import PjitPartitioner, create_mesh, default_mesh, get_mesh
 
 pytestmark = pytest.mark.core
 
@@ -155,3 +157,14 @@ def test_plane_missing_from_a_slice():
     mesh = default_mesh(8, devices=devices)
     assert dict(mesh.shape) == {'data': 7, 'model': 8}
     assert sorted_ids(mesh) == [d.id for d in devices]
+
+
+@pytest.mark.parametrize('num_partitions', [1, 2, 16])
+def test_programs_of_t5x_get_its_mesh_of_cpus(monkeypatch, caplog, num_partitions):
+    """T5X's own is (processes, devices of each), whatever num_partitions is."""
+    monkeypatch.setitem(sys.modules, 't5x.partitioning', sys.modules['partitioning'])
+    mesh = PjitPartitioner(num_partitions).mesh
+    assert dict(mesh.shape) == {'data': 1, 'model': 8}
+    assert mesh.devices.ravel().tolist() == jax.devices()
+    assert f'num_partitions={num_partitions} has no effect on CPUs' in caplog.text
+    assert dict(default_mesh(4, devices=v3_4x4()).shape) == {'data': 8, 'model': 4}

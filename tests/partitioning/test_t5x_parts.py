@@ -103,7 +103,7 @@ def test_settings_are_attributes_that_can_be_read(monkeypatch):
 
 
 def test_shardy_is_always_used():
-    PjitPartitioner(1, use_shardy_partitioner=True)
+    assert PjitPartitioner(1, use_shardy_partitioner=True).use_shardy_partitioner is True
     with pytest.raises(ValueError, match=r'use_shardy_partitioner=False.*remove'):
         PjitPartitioner(1, use_shardy_partitioner=False)
 

@@ -220,6 +220,13 @@ def test_checkpoints_of_t5x_are_found(run_of_t5x):
     for config in (several, RestoreCheckpointConfig(path=path, mode='all')):
         with pytest.raises(ConfigError, match='a run starts from one checkpoint'):
             config.translated()
+    said: list[str] = []
+    one = RestoreCheckpointConfig(path=f'{path}/checkpoint_10', mode='latest').translated()
+    assert find_checkpoint(one, said.append) == (run_of_t5x, 10) and one.is_one
+    assert open_restored(one, run_of_t5x).path(10) == run_of_t5x / 'checkpoint_10'
+    assert len(said) == 1 and 'checkpoint_10 is itself a checkpoint, which is restored' in said[0]
+    every = RestoreCheckpointConfig(path=[f'{path}/checkpoint_10'], mode='all').each()
+    assert [find_checkpoint(one, said.append)[1] for one in every] == [10] and len(said) == 1
     missing = RestoreCheckpointConfig(path=f'{path}/checkpoint_16', mode='specific').translated()
     with pytest.raises(ConfigError, match=r'not a complete checkpoint; complete .*: 10, 12$'):
         find_checkpoint(missing)

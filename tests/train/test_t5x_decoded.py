@@ -160,6 +160,7 @@ def test_held_out_examples_are_predicted_once_and_scored(tmp_path):
     assert results[4] == {
         'input': {'inputs_pretokenized': 'ef', 'targets_pretokenized': 'eg'},
         'target': 'eg',
+        'output': 'ef',
         'prediction': 'ef',
     }
 
@@ -181,7 +182,9 @@ def test_the_tasks_of_a_mixture_are_scored_one_by_one(tmp_path):
     scored = run(tmp_path / 'run', Mixture(tasks=[one, two], weights=[1, 1]), num_examples=6)
     assert scored[-1]['text/one/exact_match'] == pytest.approx(100 * 4 / 6)
     assert scored[-1]['text/two/exact_match'] == pytest.approx(100 * 5 / 6)
-    assert len(lines_of(tmp_path / 'run/inference_eval/two-000003.jsonl')) == 6
+    results = lines_of(tmp_path / 'run/inference_eval/two-000003.jsonl')
+    assert len(results) == 6
+    assert all(r['prediction'] == r['output'][:1] != r['output'] for r in results)
 
 
 def test_targets_are_not_cut_to_the_length_of_rows(tmp_path):

@@ -154,6 +154,11 @@ class RestoreConfig:
                 'None'
             )
 
+    @property
+    def is_one(self) -> bool:
+        """Whether `path` names one checkpoint, so that no older one can take its place."""
+        return self.mode == 'specific'
+
     def drops(self, name: str) -> bool:
         """Whether the array of this name is not restored."""
         rules = (new for pattern, new in self.renames if re.fullmatch(pattern, name))

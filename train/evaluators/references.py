@@ -59,9 +59,16 @@ class Reference:
         return cut_at_end(tokens, self.tokenizer.separator)
 
     def result(self, tokens: np.ndarray) -> dict[str, Any]:
-        """The example and its prediction, as seqio's JSONLogger writes them."""
-        prediction = self.predicted(tokens)
-        return {'input': self.texts, 'target': self.target, 'prediction': prediction}
+        """The example and its prediction, as seqio's JSONLogger writes them.
+
+        'output' is the predicted text before it is postprocessed, 'prediction' after it.
+        """
+        return {
+            'input': self.texts,
+            'target': self.target,
+            'output': decode_text(tokens, self.tokenizer),
+            'prediction': self.predicted(tokens),
+        }
 
     @property
     def texts(self) -> dict[str, str]:

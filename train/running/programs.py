@@ -121,7 +121,7 @@ def partition_train_step(run: PlannedRun) -> PartitionedCallable:
         make_train_step(
             config.objective,
             run.tx,
-            key=run.key,
+            key=run.step_key,
             num_microbatches=config.num_microbatches,
             data_spec=data_spec,
             learning_rate=lambda s: learning_rate_of(config.optimizer, s.opt_state, s.step - 1),

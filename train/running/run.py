@@ -46,7 +46,8 @@ class PlannedRun:
 
     Attributes:
       batch: the ShapeDtypeStructs of a training batch, each [batch, ...].
-      key: the key of the initial parameters and of the random numbers of the steps.
+      key: the key of the initial parameters.
+      step_key: the key of the random numbers of the steps.
     """
 
     config: TrainConfig
@@ -54,6 +55,7 @@ class PlannedRun:
     tx: optax.GradientTransformation
     plan: Plan
     key: jax.Array
+    step_key: jax.Array
 
     @property
     def compiler_options(self) -> dict[str, OptionValue]:
@@ -177,12 +179,14 @@ def plan_run(config: TrainConfig, row: Row) -> PlannedRun:
         made.append(as_transformation(config.optimizer, variables, overrides))
         return TrainState.create(variables, made[-1])
 
-    key = jax.random.key(config.seed or 0, impl=config.prng_impl)
+    key = step_key = jax.random.key(config.seed or 0, impl=config.prng_impl)
+    if config.split_key:
+        key, step_key = jax.random.split(key)
     plan = dataclasses.replace(
         partitioner.plan(init, key),
         compiler_options=choose_options(config.compiler_options, partitioner.mesh),
     )
-    return PlannedRun(config=config, batch=batch, tx=made[-1], plan=plan, key=key)
+    return PlannedRun(config=config, batch=batch, tx=made[-1], plan=plan, key=key, step_key=step_key)
 
 
 def initialize_some(run: Run, paths: Collection[str]) -> dict[str, jax.Array]:

@@ -137,7 +137,7 @@ def _older_start(run: Run, saved: Checkpoints, start: Start, damage: DamagedChec
       DamagedCheckpoint: if there is none, or if the settings name the damaged one.
     """
     source, restore, is_own = start.source, run.config.restore, start.source is saved
-    if not is_own and (restore is None or restore.mode == 'specific'):
+    if not is_own and (restore is None or restore.is_one):
         raise damage
     run.console.say(f'{damage}: it is kept, and an older one is looked for')
     older = source.newest_step(run.console.say, below=start.restored)

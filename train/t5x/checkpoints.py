@@ -29,6 +29,7 @@ from train.optimizers.factored import AdafactorState
 from train.paths import as_path, is_remote
 from train.t5x.state_utils import transform
 
+STEP_FOLDER = r'checkpoint_(\d+)'
 # The beginnings of the names of what an evaluation needs.
 VARIABLES = (STEP, 'target', 'flax_mutables')
 
@@ -173,14 +174,21 @@ class T5XRestore(checkpoints.RestoreConfig):
     def named(self) -> epath.Path | None:
         """The one checkpoint that `path` names, or None if it names a folder of them."""
         path = as_path(self.setting, self.path)
-        return path if self.mode == 'specific' and t5x_format(path) else None
+        is_one = self.mode == 'specific' or re.fullmatch(STEP_FOLDER, path.name)
+        return path if is_one and t5x_format(path) else None
+
+    @property
+    def is_one(self) -> bool:
+        return super().is_one or self.named is not None
 
     def all(self) -> list[T5XRestore]:
-        """All checkpoints in the folder `path`, in the order of their steps.
+        """All checkpoints in the folder `path`, in the order of their steps, or the one there.
 
         Raises:
           ConfigError: if there are none.
         """
+        if self.named:
+            return [dataclasses.replace(self, mode='specific')]
         folder, _ = find_t5x_checkpoint(self)
         t5x = [f'checkpoint_{step}' for step in usable_t5x_steps(folder)]
         names = t5x or [str(step) for step in complete_steps(folder)]
@@ -241,13 +249,18 @@ def _find(
             f'{restore.setting} {path} is a checkpoint of TensorFlow: convert it with T5X'
         )
     if restore.named:
-        if name := re.fullmatch(r'checkpoint_(\d+)', path.name):
+        if restore.mode == 'latest':
+            say(
+                f'{restore.setting} {path} is itself a checkpoint, which is restored: write '
+                f"mode = 'specific', or {str(path.parent)!r} for the newest one there"
+            )
+        if name := re.fullmatch(STEP_FOLDER, path.name):
             return path.parent, int(name[1])
         step = read_arrays(path).get(STEP)
         if step is None:
             raise ConfigError(f'{restore.setting} {path} has no array {STEP}')
         return path.parent, int(step.read().reshape(()))
-    if re.fullmatch(r'checkpoint_\d+', path.name):
+    if re.fullmatch(STEP_FOLDER, path.name):
         found = ', '.join(map(str, t5x_steps(path.parent))) or 'none'
         raise ConfigError(
             f'{restore.setting} {path} is not a complete checkpoint; complete steps in '

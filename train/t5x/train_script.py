@@ -180,6 +180,7 @@ def translate(settings: Mapping[str, Any]) -> TrainConfig:
         seed=seed,
         data_seed=training.seed,
         prng_impl='unsafe_rbg' if settings['use_hardware_rng'] or seed is None else None,
+        split_key=True,
     )
 
 
