@@ -186,7 +186,9 @@ def plan_run(config: TrainConfig, row: Row) -> PlannedRun:
         partitioner.plan(init, key),
         compiler_options=choose_options(config.compiler_options, partitioner.mesh),
     )
-    return PlannedRun(config=config, batch=batch, tx=made[-1], plan=plan, key=key, step_key=step_key)
+    return PlannedRun(
+        config=config, batch=batch, tx=made[-1], plan=plan, key=key, step_key=step_key
+    )
 
 
 def initialize_some(run: Run, paths: Collection[str]) -> dict[str, jax.Array]:
