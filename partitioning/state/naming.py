@@ -80,7 +80,8 @@ def named_arrays(
             'needs none. If init adds names, pass partitioner.eval_shape(init, key), which keeps '
             'them; or create parameters with flax.linen.with_logical_partitioning(init, names) or '
             'nnx.Param(..., out_sharding=names); or name them by path: '
-            "params_axes_names_override=[('.*/kernel', ('embed', 'mlp')), ...]"
+            'params_axes_names_override=suggest_rules(init, mesh, key), or your own rules '
+            "[('.*/kernel', ('embed', 'mlp')), ...]"
         )
     if not overrides:
         known = _known({path: carried[path] for path in roots}, roots, carried, {})
@@ -176,8 +177,8 @@ def _missing(entries: Sequence[Entry], known: NamedArrays) -> dict[Path, str]:
         f'Missing axis names for parameters: {"/".join(first)} of shape {shapes[first]} '
         f'{f"and {len(others)} more have" if others else "has"} no names, but other parameters do. '
         f'To replicate {them}, write params_axes_names_override='
-        f'{replicating_rules(shapes, texts)}, with names in place of None to shard {them}; or '
-        "write only layout='fsdp'"
+        f'{replicating_rules(shapes, texts)}, with names in place of None to shard {them}, as '
+        "suggest_rules(init, mesh, key) does; or write only layout='fsdp'"
     )
     return {first: message} | {
         path: f'Missing axis names for parameters: no names, like {"/".join(first)}'

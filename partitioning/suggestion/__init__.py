@@ -1,5 +1,8 @@
 """Suggests path rules for states without names, and shows which arrays path rules match.
 
-`dimension_names` chooses a name for each dimension from the paths, and `suggested_rules` writes the
-rules with their regular expressions. `rule_matches` is a dry run of path rules.
+The files, from the ground up: `path_words` reads the words of a path; `structure` finds the width
+of each part of a model, and which matrices follow which; `dimension_names` names each dimension;
+`path_patterns` writes regular expressions; `notes` says what stays on every device; `tracing` turns
+an init function into a state. `rule_matches` is a dry run of path rules, and `suggested_rules` puts
+all of them together.
 """

@@ -95,7 +95,7 @@ def suggested(init: Callable[[Any], Any]) -> Callable[[MeshConfig], PjitPartitio
     """A partitioner by the rules that are suggested for the state that `init` makes."""
 
     def partitioner(mesh: MeshConfig) -> PjitPartitioner:
-        rules = suggest_rules(jax.eval_shape(init, KEY), mesh.build())
+        rules = suggest_rules(init, mesh, KEY)
         return PjitPartitioner(mesh=mesh, params_axes_names_override=rules)
 
     return partitioner

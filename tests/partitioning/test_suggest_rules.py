@@ -69,7 +69,8 @@ def test_devices_hold_an_even_share(name, model):
         held += math.prod(shard) * 4
         if path.startswith('params') and shard == x.shape and 4 * x.size > 16 * 1024:
             replicated.append(x.shape)
-    assert held <= 1.1 * total / 8
+    # The matrices of a mixer that mix tokens have no 'embed', and are sharded over 'model' only.
+    assert held <= (1.2 if name == 'mixer' else 1.1) * total / 8
     assert replicated == REPLICATED.get(name, [])
 
 
@@ -185,7 +186,7 @@ def test_the_mesh_decides_which_sizes_divide():
     taken = dict(suggest_rules(big_vision(), {'data': 4, 'model': 2}))
     assert taken['.*/(key|query|value)/kernel'] == ('embed', 'heads', 'kv')  # 2 divides 12 heads
     whole = dict(suggest_rules(gpt2(), {'data': 8, 'model': 1}))
-    assert whole['.*/wte/embedding'] == ('vocab', 'embed')  # 50257 is not sharded
+    assert whole['.*/wte/embedding'] == ('vocab', ('data',))  # 50257 is not sharded
 
 
 def test_the_axes_of_the_mesh_are_used():
