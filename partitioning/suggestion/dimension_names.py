@@ -126,18 +126,17 @@ class DimensionNames:
             return dim is not None and shape[dim] % by == 0 and shape[dim] > 0
 
         expert = roles.expert if divides(roles.expert, shards.expert) else None
-        pair = {roles.embed: shards.embed, roles.model: shards.model_axes or roles.model_name}
-        extra = {expert: 'expert'} if expert is not None and shards.expert > 1 else {}
+        model_name = shards.model_axes or roles.model_name
+        pair: dict[int | None, Any] = {roles.embed: shards.embed, roles.model: model_name}
+        extra: dict[int | None, Any] = {expert: 'expert'} if shards.expert > 1 else {}
         if divides(roles.embed, shards.data) and divides(roles.model, shards.model):
-            kv = {roles.kv: 'kv'} if roles.kv is not None else {}
-            return Named(self._names(path, pair | kv | extra), 'pair', use=words.use)
+            return Named(self._names(path, pair | {roles.kv: 'kv'} | extra), 'pair', use=words.use)
         undivided = None if roles.model is None else shape[roles.model]
         if not divides(roles.embed, shards.data) and roles.embed is not None:
             undivided = shape[roles.embed]
+        inner = None
         if roles.embed is None and divides(roles.model, shards.model) and shards.model > 1:
-            inner = self._names(path, {roles.model: pair[roles.model]})
-        else:
-            inner = None
+            inner = self._names(path, {roles.model: model_name})
         others = sorted(dims, key=lambda dim: -shape[dim])
         for dim in (roles.embed, roles.model, *others):
             if dim != expert and divides(dim, shards.total):
