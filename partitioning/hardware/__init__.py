@@ -36,6 +36,8 @@ from partitioning.hardware.devices import (
 )
 from partitioning.hardware.jax_private import (
     described_cudnn as described_cudnn,
+    is_of_pmap as is_of_pmap,
+    is_pmapped as is_pmapped,
     num_cached as num_cached,
     this_process as this_process,
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax._src import xla_bridge
 from jax.sharding import AbstractMesh, Mesh
 
 from partitioning.hardware.chips import chip_of
+from partitioning.library_files import is_library_file
 
 # The cuDNN that described GPUs are taken to have, as jax counts its versions: 9.13.0.
 _DESCRIBED_VERSION = 91300
@@ -62,3 +64,19 @@ def manual_axes(params: Mapping[str, Any]) -> frozenset[str]:
     """The mesh axes over which a `shard_map` takes its arguments apart, from its parameters."""
     # jax 0.9 has another name for them.
     return frozenset(params.get('newly_manual_axes', params.get('manual_axes', ())))
+
+
+def is_pmapped(fn: Any) -> bool:
+    """Whether a function is the result of `jax.pmap`, which has no type of its own.
+
+    It is a Python function of jax with a method, while the result of `jax.jit` has its own type.
+    """
+    code = getattr(fn, '__code__', None)
+    is_of_jax = code is not None and is_library_file(code.co_filename, ('jax',))
+    return is_of_jax and hasattr(fn, 'lower') and hasattr(fn, '__wrapped__')
+
+
+def is_of_pmap(frame: FrameType) -> bool:
+    """Whether a frame runs code of `jax.pmap` itself."""
+    name = f'{frame.f_globals.get("__name__")}.{frame.f_code.co_qualname}'
+    return name.startswith('jax._src.') and 'pmap' in name

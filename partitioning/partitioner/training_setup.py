@@ -21,6 +21,7 @@ from partitioning.constraints import lay_out
 from partitioning.plan import InitProgram, Plan
 from partitioning.programs.contexts import PjittedFnWithContext, in_context
 from partitioning.programs.partitioned_function import PartitionedCallable
+from partitioning.programs.trace_log import check_not_pmapped
 from partitioning.rules import LogicalAxisRules, check_has_devices
 from partitioning.state import path_str, unbox
 from partitioning.state.static_arrays import (
@@ -46,6 +47,7 @@ def trace_init(
       ValueError: with the path of the first leaf of the state that is not an array.
     """
 
+    check_not_pmapped(init_fn)
     name = getattr(init_fn, '__name__', 'the init function')
     # jax compares structures that a traced function returns with earlier ones, which fails for
     # arrays in static fields. Therefore it sees only the leaves.
@@ -237,6 +239,7 @@ def positional_arguments(train_step: Callable[..., Any]) -> tuple[int, list[str]
 
 def returning_pairs(train_step: Callable[..., Any], specs: Any) -> Callable[..., Any]:
     """`train_step` with a result of (state, rest), in which the state is as it was before."""
+    check_not_pmapped(train_step)
     name = getattr(train_step, '__name__', 'train_step')
 
     @functools.wraps(train_step)

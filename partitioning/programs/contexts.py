@@ -127,6 +127,7 @@ def _context(
     except Exception as error:
         from partitioning.programs.explaining.trace_errors import translate
 
-        if (message := translate(error, rules)) is None:
+        if (found := translate(error, rules)) is None:
             raise
-        raise ValueError(message).with_traceback(error.__traceback__) from None
+        found.__dict__['explains_itself'] = True
+        raise found.with_traceback(error.__traceback__) from found.__cause__

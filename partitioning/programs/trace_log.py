@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
+from partitioning.hardware import is_pmapped
 from partitioning.rules import nearest
 from partitioning.state.structures import StaticValue
 
@@ -44,6 +45,7 @@ class Arguments:
         while isinstance(named, functools.partial):
             named = named.func
         self.function = getattr(named, '__name__', type(named).__name__)
+        check_not_pmapped(named)
         self.signature: inspect.Signature | None = None
         with contextlib.suppress(TypeError, ValueError):
             self.signature = inspect.signature(fn)
@@ -105,6 +107,17 @@ class Arguments:
         if self.unlimited:
             return tuple(indices)
         return tuple(index % count for index in indices)
+
+
+def check_not_pmapped(fn: Callable[..., Any]) -> None:
+    """Raises ValueError if a function is the result of `jax.pmap`."""
+    if is_pmapped(fn):
+        name = getattr(fn, '__name__', 'the function')
+        raise ValueError(
+            f'{name} is a jax.pmap object, which takes arrays with a dimension of devices, but '
+            'arrays in a partitioned function are global: pass its `.__wrapped__`, or remove '
+            'jax.pmap, and remove its lax.pmean and lax.psum'
+        )
 
 
 OnRecompile = Literal['allow', 'error']

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from meshwright import jax_private
-from partitioning.hardware.jax_private import manual_axes
+from partitioning.hardware.jax_private import is_pmapped, manual_axes
 
 pytestmark = pytest.mark.smoke
 
@@ -252,3 +252,8 @@ def test_the_names_and_shardings_of_results_and_what_is_bound_to_no_device():
         first, second = jax_private.result_shardings(made)
         assert first.is_equivalent_to(rows, 1) and second.is_fully_replicated
     assert (compiled.output_shardings[0]['w'], compiled.output_shardings[1]) == (first, second)
+
+
+def test_pmap_is_recognized():
+    assert is_pmapped(jax.pmap(jnp.sin))
+    assert not any(map(is_pmapped, (jax.jit(jnp.sin), jax.vmap(jnp.sin), jnp.sin, len)))

@@ -30,7 +30,11 @@ from partitioning.programs.explaining.misfits import (
     static_problems,
     value_problems,
 )
-from partitioning.programs.explaining.trace_errors import explain_leak, place_of
+from partitioning.programs.explaining.trace_errors import (
+    explain_leak,
+    explain_other_devices,
+    place_of,
+)
 from partitioning.programs.trace_log import NO_RESULT, RecompilationError, TraceLog, call_function
 from partitioning.rules import describe_axes
 from partitioning.state.static_arrays import AS_ARRAY_FIELD, name_static_field
@@ -66,12 +70,14 @@ def find_cause(
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     if call_function.__code__ in frames[:-1]:  # the user's function raised it
         if (known := _known_error(error, boundary, args)) is None:
-            if not is_own_error(error):
+            if not (is_own_error(error) or 'explains_itself' in vars(error)):
                 _add_notes(error, boundary, args, kwargs)
             return None
         return ValueError(f'{boundary.arguments.function}{known}')
     if mismatch := boundary.arguments.call_error(args, kwargs):
         return mismatch
+    if other := explain_other_devices(boundary.arguments.function, error):
+        return other
     problems = _problems(error, boundary, trace_log, args, kwargs, abstract)
     for problem in problems:
         return ValueError(f'{boundary.arguments.function}: {problem}')

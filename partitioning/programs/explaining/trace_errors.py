@@ -8,8 +8,9 @@ from pathlib import Path
 
 import jax
 
+from partitioning.hardware import is_of_pmap
 from partitioning.library_files import is_installed_file, is_library_file, is_program_frame
-from partitioning.rules import LogicalAxisRules, as_tuple
+from partitioning.rules import LogicalAxisRules, as_tuple, describe_axes
 from partitioning.rules.checks import axis_problems
 
 _ABSENT_AXIS = re.compile(r'Resource axis: (\S+) of ')
@@ -20,11 +21,37 @@ _NOT_AN_ARRAY = re.compile(r"\w+ requires ndarray or scalar arguments, got <clas
 _TYPED = re.compile(r'\w+\[[\w,()@]*@[\w,()@]*\]')  # float32[8,4@model]
 _LEAKED = re.compile(r'intermediate value with type (\S+) wrapped')
 _LEAKED_AT = re.compile(r'value was created on line (.+?):(\d+)[:\d]* \((.+?)\)')
+_OTHER_MESH = re.compile(r'context mesh .* should match the mesh passed to shard_map (.*)', re.S)
+_OTHER_DEVICES = re.compile(
+    r'device ids (\[.*?\]).* and (\w+).* inside jit with device ids (\[.*?\])'
+    r'.* at (\S+?):(\d+)',
+    re.S,
+)
+_AXIS_OF_MESH = re.compile(r"'([^']+)': (\d+)")
+_WITHOUT_PMAP = (
+    'Arrays in a partitioned function are global, without the dimension of devices that pmap '
+    'takes: call the function without pmap (`.__wrapped__` of a pmap object), and remove its '
+    'lax.pmean and lax.psum'
+)
 _LAYERS = ('flax.linen.', 'flax.nnx.nn.')
 
 
-def translate(error: Exception, rules: LogicalAxisRules) -> str | None:
-    """What is wrong and what to write, for an error that users cannot read; None for others.
+def translate(error: Exception, rules: LogicalAxisRules) -> ValueError | None:
+    """An error that says what is wrong and what to write, if users cannot read the error of jax.
+
+    It has the original as its cause if that says more. Other errors give None.
+    """
+    if (message := _say(error, rules)) is not None:
+        return ValueError(message)
+    if (message := _say_of_pmap(error) or _say_of_other_mesh(error)) is not None:
+        found = ValueError(message)
+        found.__cause__ = error
+        return found
+    return None
+
+
+def _say(error: Exception, rules: LogicalAxisRules) -> str | None:
+    """What is wrong and what to write, in place of the original.
 
     A mesh axis may not exist, the program may give an `out_sharding` over Auto axes, a
     transformation of nnx may not name the dimension that it adds, or optax may have received
@@ -59,6 +86,56 @@ def translate(error: Exception, rules: LogicalAxisRules) -> str | None:
             'only, for example tx.init(eqx.filter(model, eqx.is_array))'
         )
     return None
+
+
+def _say_of_pmap(error: Exception) -> str | None:
+    """What to say if `jax.pmap` inside a function has failed; an error below it gets a note."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    last = max((i for i, frame in enumerate(frames) if is_of_pmap(frame)), default=None)
+    if last is None:
+        return None
+    where = place_of(error)
+    if any(map(is_program_frame, frames[last:])):
+        error.add_note(f'jax.pmap surrounds this function{where}. {_WITHOUT_PMAP}')
+        return None
+    return f'the function calls jax.pmap{where}. {_WITHOUT_PMAP}'
+
+
+def _say_of_other_mesh(error: Exception) -> str | None:
+    """What to say of a shard_map over a mesh that is not the mesh of the function."""
+    refused = _OTHER_MESH.search(str(error))
+    if refused is None:
+        return None
+    own = describe_axes({name: int(size) for name, size in _AXIS_OF_MESH.findall(refused[1])})
+    around = describe_axes(jax.sharding.get_abstract_mesh())
+    return (
+        f'shard_map has its own mesh, {own}{place_of(error)}, but the partitioned function runs '
+        f"over {around}: pass the program's mesh to the partitioner, PjitPartitioner(mesh=...), "
+        'or remove mesh= from shard_map and name the axes of the partitioner in its specs'
+    )
+
+
+def _short(devices: str) -> str:
+    """At most eight of the numbers of devices in a text, such as [0, 1, 2, 3]."""
+    numbers = re.findall(r'\d+', devices)
+    more = f', ... ({len(numbers)} devices)' if len(numbers) > 8 else ''
+    return f'{", ".join(numbers[:8])}{more}'
+
+
+def explain_other_devices(function: str, error: Exception) -> ValueError | None:
+    """An error about an array that a function lays out over other devices than its own."""
+    found = _OTHER_DEVICES.search(str(error))
+    if found is None:
+        return None
+    mine, what, theirs, file, line = found.groups()
+    explained = ValueError(
+        f'{function}: {what} at {Path(file).name}:{line} is over the devices '
+        f'{_short(theirs)}, but the partitioner is over {_short(mine)}, '
+        "and one program has one order of devices: pass the program's mesh to the partitioner, "
+        'PjitPartitioner(mesh=...), or use partitioner.mesh there'
+    )
+    explained.__cause__ = error
+    return explained
 
 
 def explain_leak(function: str, error: jax.errors.UnexpectedTracerError) -> ValueError:
