@@ -8,8 +8,9 @@ from typing import Any
 from jax.sharding import Mesh
 
 from meshwright.advice.advising import advise
+from meshwright.advice.confirming import compile_variants
 from meshwright.advice.measuring import Measured, measure_costs
-from meshwright.advice.searching import compile_variants, find_variants
+from meshwright.advice.searching import find_variants
 from meshwright.calls.compiled_call import CompiledCall
 from meshwright.calls.compiling import Program
 from meshwright.calls.held import ROLES, HeldArray, free_axes

@@ -8,11 +8,11 @@ of all parameters, and that sends less and needs no more of anything else.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
+from meshwright.advice.advised import Advised, Variant, places_of
 from meshwright.advice.estimates import Sent, shape_of
 from meshwright.advice.measuring import key_of
-from meshwright.advice.searching import Advised, Variant, places_of
 from meshwright.causes.cause import (
     Cause,
     Change,
@@ -23,6 +23,7 @@ from meshwright.causes.cause import (
     JoinedChange,
     LayoutChange,
     RuleChange,
+    SplitChange,
     StateChange,
 )
 from meshwright.causes.evidence import Evidence
@@ -33,6 +34,7 @@ from meshwright.jaxpr.primitives import CONSTRAINTS
 from meshwright.program.collectives import Collective
 
 _SAME = 0.98  # a change that leaves more of what is sent does not save any of it
+_TRUSTED = 0.8  # the share of a proportional estimate below which another one is not believed
 # Exchanges in which data moves along several mesh axes at once.
 _ALONG_SEVERAL = ('collective-permute', 'all-to-all')
 
@@ -63,6 +65,9 @@ def advise(
             if variant.compiled is None:
                 left = [n for n in left if not _is_needed(pairs[n][1], advised)]
             matched = [n for n in left if _is_gone(*pairs[n][0], pairs[n][1], variant)]
+        concerned = _concerned(order, taken, pairs, variant, explanation, advised)
+        if not matched or pairs[concerned[0] if concerned else 0][0][0].kind == 'all-reduce':
+            matched = list(dict.fromkeys([*matched, *concerned]))
         if not matched and variant.compiled is None:
             # Formulas see another exchange than the compiler has made.
             matched = [n for n in left if _may_be_gone(pairs[n][0][0], pairs[n][1], variant)][:1]
@@ -77,7 +82,7 @@ def advise(
             taken.add(n)
             c, cause = made[n]
             if cause is not None:
-                needed = _is_needed(pairs[n][1], advised)
+                needed = n not in concerned and _is_needed(pairs[n][1], advised)
                 cause = _with_variant(cause, variant, advised, needed=needed)
                 made[n] = c, _of_constraint(cause, variant.change, explanation)
     return tuple(made)
@@ -102,6 +107,50 @@ def _of_constraint(cause: Cause, change: Change, explanation: Explanation) -> Ca
     why = f'the constraint at {first.source} asks for {spec_text(held)}; {cause.why}'
     end = f', and the constraint at {first.source} asks for another layout'
     return dataclasses.replace(cause, why=why.replace(end, ''))
+
+
+def _concerned(
+    order: Sequence[int],
+    taken: Collection[int],
+    pairs: Sequence[tuple[tuple[Collective, Cause | None], Evidence | None]],
+    variant: Variant,
+    explanation: Explanation,
+    advised: Advised,
+) -> list[int]:
+    """The exchanges of gradients and updates that a change of the layout of a state concerns.
+
+    Gradients that are summed on all devices could be summed for the shard of each device only. If
+    there are none, it is the largest exchange of such an array.
+    """
+    rows, owners = advised.subject.by_path, advised.subject.parameter_of
+    paths = set(_paths_of(variant.change, explanation))
+    paths |= {owners[path] for path in paths if path in owners}
+    found, summed = list[int](), list[int]()
+    for n in order:
+        (collective, _), evidence = pairs[n]
+        value = None if evidence is None else evidence.value
+        if n in taken or value is None:
+            continue
+        path = value.gradient_of or value.update_of or value.argument
+        if path not in paths or path not in rows:
+            continue
+        shards = {axis for axes in axes_of_row(rows[path]) for axis in axes}
+        if collective.kind == 'all-reduce' and shards & {*collective.axes}:
+            summed.append(n)
+        elif value.update_of or not value.argument:
+            found.append(n)
+    return summed or found[:1]
+
+
+def _paths_of(change: Change, explanation: Explanation) -> Iterator[str]:
+    """The arrays of a state whose layout, or the layout of whose gradients, a change decides."""
+    for part in change.parts if isinstance(change, JoinedChange) else (change,):
+        if isinstance(part, StateChange):
+            yield from (path for path, _ in part.layouts)
+        elif isinstance(part, ConstraintChange | ConstraintRemoval):
+            for value in explanation.traced.values:
+                if value.primitive in CONSTRAINTS and value.line == part.source:
+                    yield from filter(None, (value.gradient_of, value.update_of))
 
 
 def _of_rows(
@@ -222,7 +271,7 @@ def _with_variant(cause: Cause, variant: Variant, advised: Advised, *, needed: b
     change, effect = variant.change, variant.compiled or _by_formula(variant, advised)
     first = change.parts[0] if isinstance(change, JoinedChange) else change
     source, array, why = cause.source, cause.array, cause.why
-    if isinstance(first, ConstraintChange | ConstraintRemoval):
+    if isinstance(first, ConstraintChange | ConstraintRemoval | SplitChange):
         source = first.source
     elif isinstance(first, LayoutChange):
         array = first.path or array
@@ -254,6 +303,9 @@ def _by_formula(variant: Variant, advised: Advised) -> Effect | None:
     if not variant.helps or not before:
         return None
     after = variant.estimate.sent * max(1.0, sends / before)
+    if variant.candidate.of_state:  # all other exchanges stay as they were compiled
+        after = sends - before + variant.estimate.sent
+        after = max(after, _TRUSTED * variant.estimate.sent * sends / before)
     if variant.estimate.sent >= _SAME * before:  # it only holds less
         after = sends
     elif after >= _SAME * sends:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from meshwright.advice.candidates import Candidate
+from meshwright.advice.surroundings import Candidate
 from meshwright.advice.variants import Layout, Subject
 from meshwright.causes.cause import (
     ConstraintChange,

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jax.sharding import AxisType, Mesh
 
-from meshwright.advice.candidates import Candidate, Candidates
-from meshwright.advice.estimates import Estimate, Sent, count_steps, estimate_call, estimate_program
-from meshwright.advice.measuring import Key, Measured
+from meshwright.advice.advised import Advised, Variant, places_of
+from meshwright.advice.constraint_candidates import (
+    add_constraints,
+    rearrange_constraints,
+    replace_constraints,
+)
+from meshwright.advice.estimates import Estimate, count_steps, estimate_call, estimate_program
 from meshwright.advice.misfits import find_misfits
+from meshwright.advice.parameter_candidates import lay_out_parameters
 from meshwright.advice.rows import MissingRows, find_missing_rows
 from meshwright.advice.shard_maps import find_missing_specs
-from meshwright.advice.told import Told
+from meshwright.advice.splits import order_splits
+from meshwright.advice.state_candidates import lay_out_state
+from meshwright.advice.surroundings import REMOVED, Candidate, Surroundings
 from meshwright.advice.uneven import find_uneven
 from meshwright.advice.variants import Subject, make_subject, with_change
 from meshwright.causes.cause import (
     Change,
     ConstraintChange,
     ConstraintRemoval,
-    Effect,
-    JoinedChange,
     LayoutChange,
     StateChange,
     join_changes,
@@ -41,62 +44,8 @@ _FEWEST, _MOST = 6, 30  # estimates
 _LAID_OUT = 0.05  # the share of the bytes that another layout of a parameter has to save
 _SENT, _HELD = 0.98, 1.01  # the share of the bytes that a change may leave
 _JOINED = 1.25  # two changes are kept together if they save this many times more
-_REMOVED = 0.95  # the weight of leaving a constraint out: others may want it
 _CHECKED = 4  # changes that are estimated together with the best one
 _KEPT = 1.1  # the weight of a change that keeps the layout of the parameters
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Variant:
-    """A change that lowers what a function sends or holds, by formula or by compiling.
-
-    Attributes:
-      candidate: the change.
-      estimate: the function with it, by formula.
-      saved: the share of the bytes that it saves, weighed.
-      vanished: the exchanges that are gone, by formula.
-      compiled: what it does to the compiled program; None if that was not tried.
-      gone: the exchanges of the compiled program that are gone.
-      row_axes: the mesh axes that the rows of the batch lack, if it adds them.
-      helps: whether the formulas show that it lowers anything.
-    """
-
-    candidate: Candidate
-    estimate: Estimate
-    saved: float
-    vanished: dict[Sent, float]
-    compiled: Effect | None = None
-    gone: frozenset[Key] = frozenset()
-    row_axes: Axes = ()
-    helps: bool = True
-
-    @property
-    def change(self) -> Change:
-        """The change."""
-        return self.candidate.change
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Advised:
-    """The exchanges of a function with what is known of the changes that were tried.
-
-    Attributes:
-      base: the function as it is, by formula.
-      variants: the changes that help, the best first.
-      subject: the function.
-      rows_axes: the mesh axes over which the rows of the batch are sharded, or should be.
-      told: what only the author can write in another way.
-      sends: the bytes that a device sends in the compiled program.
-      missing_rows: what is known of axes that the rows of the batch lack.
-    """
-
-    base: Estimate
-    variants: tuple[Variant, ...]
-    subject: Subject
-    rows_axes: Axes
-    told: tuple[Told, ...] = ()
-    sends: float = 0.0
-    missing_rows: MissingRows | None = None
 
 
 def find_variants(
@@ -122,7 +71,7 @@ def find_variants(
     subject = make_subject(call, mesh, rows, traced)
     base = estimate_program(laid_out, chip)
     assert base is not None
-    candidates = Candidates(subject, traced, possible, base.equations)
+    around = Surroundings(subject, traced, possible, base.equations)
     budget = min(_MOST, max(_FEWEST, _STEPS // max(count_steps(laid_out.block), 1)))
     tried: dict[str, Variant | None] = {}
 
@@ -136,19 +85,20 @@ def find_variants(
 
     # Layouts over explicit axes are part of the types: a trace cannot be edited there.
     if base.sent and AxisType.Explicit not in mesh.axis_types:
-        for candidate in candidates.of_state():
+        for candidate in lay_out_state(around):
             attempt(candidate)
         ranked = [
-            *candidates.of_constraints(),
-            *candidates.of_parameters(),
-            *((0.7 * weight, one) for weight, one in candidates.of_missing()),
+            *replace_constraints(around),
+            *lay_out_parameters(around),
+            *order_splits(around),
+            *((0.7 * weight, one) for weight, one in add_constraints(around)),
             *_of_causes(explanation),
         ]
         ranked.sort(key=lambda pair: -pair[0])
-        ranked = [pair for pair in ranked if not _moves_rows_only(pair[1].change, candidates)]
+        ranked = [pair for pair in ranked if not _moves_rows_only(pair[1].change, around)]
         for _, candidate in ranked[: max(budget - len(tried) - min(_FEWEST, budget // 2), 0)]:
             attempt(candidate)
-        _refine(candidates, attempt, tried)
+        _refine(around, attempt, tried)
     found = sorted((v for v in tried.values() if v is not None), key=lambda v: -v.saved)
 
     def estimate(change: Change) -> Estimate | None:
@@ -169,7 +119,7 @@ def find_variants(
         variants=tuple(variants),
         missing_rows=missing_rows,
         subject=subject,
-        rows_axes=candidates.rows_axes,
+        rows_axes=around.rows_axes,
         told=(
             *find_missing_specs(laid_out),
             *find_misfits(*known),
@@ -187,29 +137,29 @@ def _of_causes(explanation: Explanation) -> Iterator[tuple[float, Candidate]]:
                 yield collective.total_bytes / (2 + number), Candidate(change)
 
 
-def _moves_rows_only(change: Change, candidates: Candidates) -> bool:
+def _moves_rows_only(change: Change, around: Surroundings) -> bool:
     """Whether a change only moves the axes of the rows within parameters.
 
     Formulas then see products that sum over these axes, and compilers gather the parameters.
     """
-    row = candidates.row_of(change.path) if isinstance(change, LayoutChange) else None
+    row = around.rows.get(change.path) if isinstance(change, LayoutChange) else None
     if row is None or not isinstance(change, LayoutChange):
         return False
 
     def others(layout: Sequence[Axes]) -> list[list[str]]:
-        return [[a for a in axes if a not in candidates.rows_axes] for axes in layout]
+        return [[a for a in axes if a not in around.rows_axes] for axes in layout]
 
     return others(axes_of_row(row)) == others(change.layout)
 
 
 def _refine(
-    candidates: Candidates,
+    around: Surroundings,
     attempt: Callable[[Candidate], Variant | None],
     tried: dict[str, Variant | None],
 ) -> None:
     """Tries other layouts at the line of the best constraint, and the two best changes together."""
     best = _best(tried.values())
-    for candidate in candidates.around(None if best is None else best.change):
+    for candidate in rearrange_constraints(around, None if best is None else best.change):
         attempt(candidate)
     best = _best(tried.values())
     others = sorted((v for v in tried.values() if v is not None), key=lambda v: -v.saved)
@@ -266,17 +216,6 @@ def _is_elsewhere(change: Change, other: Change) -> bool:
     return {*places_of(change)}.isdisjoint(places_of(other))
 
 
-def places_of(change: Change) -> Iterator[str]:
-    """The lines of the constraints that a change concerns, and the paths of the arguments."""
-    for part in change.parts if isinstance(change, JoinedChange) else (change,):
-        if isinstance(part, ConstraintChange | ConstraintRemoval):
-            yield part.source
-        elif isinstance(part, LayoutChange):
-            yield from (part.path, *part.likewise)
-        elif isinstance(part, StateChange):
-            yield from (path for path, _ in part.layouts)
-
-
 def _best(variants: Iterable[Variant | None]) -> Variant | None:
     return max((v for v in variants if v is not None), key=lambda v: v.saved, default=None)
 
@@ -305,55 +244,8 @@ def _estimate(
     if isinstance(candidate.change, LayoutChange) and estimate.saved(base) < _LAID_OUT:
         return None  # another layout may suit formulas a little better, and the author not
     saved = max(estimate.saved(base), 0.0) + 0.1 * (base.peak - estimate.peak) / base.peak
-    saved *= _REMOVED if isinstance(candidate.change, ConstraintRemoval) else 1
+    saved *= REMOVED if isinstance(candidate.change, ConstraintRemoval) else 1
     saved *= candidate.weight * (_KEPT if candidate.keeps_layout else 1)
     return Variant(
         candidate=candidate, estimate=estimate, saved=saved, vanished=estimate.vanished(base)
     )
-
-
-def compile_variants(
-    explanation: Explanation,
-    advised: Advised,
-    before: Measured,
-    measure: Callable[[TracedCall], Measured | None],
-    most: int = 3,
-) -> Advised:
-    """Compiles the function with the best changes, and leaves out those that do not help.
-
-    Args:
-      explanation: the causes of the exchanges.
-      advised: the changes that help by formula.
-      before: the function as it is.
-      measure: compiles a function; None if it cannot be compiled.
-      most: the number of compilations at most.
-    """
-    kept: list[Variant] = []
-    for number, variant in enumerate(advised.variants):
-        if number >= most:  # it does less than those that were compiled
-            break
-        after = None
-        with contextlib.suppress(Exception):  # a function that cannot be made has no figures
-            call = with_change(advised.subject, variant.change)
-            after = None if call is None else measure(call)
-        if after is not None and after.is_better(before):
-            effect = Effect(
-                sent=(before.sent, after.sent),
-                peak=(before.peak, after.peak),
-                seconds=None
-                if before.seconds is None or after.seconds is None
-                else (before.seconds, after.seconds),
-            )
-            kept.append(dataclasses.replace(variant, compiled=effect, gone=after.gone(before)))
-    kept.sort(key=lambda v: (v.compiled is None, -_saved(v)))
-    return dataclasses.replace(advised, variants=tuple(kept))
-
-
-def _saved(variant: Variant) -> float:
-    """The bytes that a compiled change saves, or the share by formula."""
-    if variant.compiled is None:
-        return variant.saved
-    (sent, sends), (held, holds) = variant.compiled.sent, variant.compiled.peak
-    saved = sent - sends + 0.1 * (held - holds)
-    removes = isinstance(variant.change, ConstraintRemoval)
-    return saved * variant.candidate.weight * (_REMOVED if removes else 1)

@@ -13,12 +13,15 @@ from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshwright.advice.reordering import edit_splits
+from meshwright.advice.state_pairs import pair_results
 from meshwright.causes.cause import (
     Change,
     ConstraintChange,
     ConstraintRemoval,
     JoinedChange,
     LayoutChange,
+    SplitChange,
     StateChange,
 )
 from meshwright.causes.editing import edit_jaxpr
@@ -26,6 +29,7 @@ from meshwright.jax_private import TracedCall, evaluate, trace_again
 from meshwright.jaxpr.naming import TracedValues, shared_end
 from meshwright.jaxpr.primitives import ARITHMETIC
 from meshwright.jaxpr.values import Axes
+from meshwright.jaxpr.writing_out import write_out
 from partitioning.plan.rows import PlanRow
 from partitioning.rules import from_tuple
 
@@ -69,18 +73,25 @@ def make_subject(
       traced: the values of the trace, with their names.
     """
     known = {row.path: row for row in rows if row is not None}
-    owners = dict(_owners(known, traced))
+    owners = find_owners(known, traced)
+    paths = [row.path if row is not None else f'argument {n}' for n, row in enumerate(rows)]
+    pairs = pair_results(call, write_out(call.jaxpr), paths)
     replaced = []
-    for value in traced.results:
-        path = value.update_of or value.argument
+    for number, value in enumerate(traced.results):
+        path = paths[pairs[number]] if number in pairs else value.update_of or value.argument
         replaced.append(owners.get(path, path))
     return Subject(
         call=call, mesh=mesh, rows=tuple(rows), parameter_of=owners, replaced=tuple(replaced)
     )
 
 
-def _owners(rows: Mapping[str, PlanRow], traced: TracedValues) -> list[tuple[str, str]]:
-    """The moments with their parameters: by the ends of their paths, or by what updates them."""
+def find_owners(rows: Mapping[str, PlanRow], traced: TracedValues) -> dict[str, str]:
+    """Finds the parameter of each array of the optimizer, by its path or by what updates it.
+
+    Args:
+      rows: the layout of each argument, by its path.
+      traced: the values of the function, with their names.
+    """
     together: dict[str, list[str]] = collections.defaultdict(list)
     for value in traced.values:
         if value.primitive in ARITHMETIC and value.update_of:
@@ -89,7 +100,7 @@ def _owners(rows: Mapping[str, PlanRow], traced: TracedValues) -> list[tuple[str
             owners = [row.path for row in held if row.role == 'parameters']
             for row in held:
                 together[row.path] += owners if row.role == 'optimizer' else []
-    found = []
+    found = dict[str, str]()
     for row in rows.values():
         if row.role != 'optimizer' or not row.shape:
             continue
@@ -99,7 +110,8 @@ def _owners(rows: Mapping[str, PlanRow], traced: TracedValues) -> list[tuple[str
         longest = [path for path, n in ends.items() if n and n == max(ends.values())]
         named = [path for path in together[row.path] if path in ends]
         owner = longest if len(longest) == 1 else [p for p in named if p in longest] or named
-        found += [(row.path, owner[0])] if owner else []
+        if owner:
+            found[row.path] = owner[0]
     return found
 
 
@@ -117,6 +129,8 @@ def with_change(subject: Subject, change: Change) -> TracedCall | None:
         return call
     if isinstance(change, ConstraintChange | ConstraintRemoval):
         return _again(subject.call, jaxpr=edit_jaxpr(subject.call.jaxpr, change, subject.mesh))
+    if isinstance(change, SplitChange):
+        return _again(subject.call, jaxpr=edit_splits(subject.call.jaxpr, change))
     if isinstance(change, LayoutChange):
         return _with_layouts(subject, *_layouts_of(subject, change))
     if isinstance(change, StateChange):

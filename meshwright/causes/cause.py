@@ -193,6 +193,25 @@ class StateChange:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitChange:
+    """Dimensions that are split into the same parts in another order, and merged in that order.
+
+    Attributes:
+      source: the 'file:line' of the first reshape.
+      splits: for each reshape its shape before, its shape after, and the order in which its parts
+        are split. The function sees the shape after all the same, because they are moved there.
+      text: what to write.
+    """
+
+    source: str
+    splits: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CodeChange:
     """A change of the code in words, which only its author can make.
 
@@ -209,7 +228,13 @@ class CodeChange:
 
 
 SingleChange = (
-    RuleChange | ConstraintChange | ConstraintRemoval | LayoutChange | StateChange | CodeChange
+    RuleChange
+    | ConstraintChange
+    | ConstraintRemoval
+    | LayoutChange
+    | StateChange
+    | SplitChange
+    | CodeChange
 )
 
 

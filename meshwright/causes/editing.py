@@ -12,7 +12,7 @@ are the gradients of the results.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -41,6 +41,21 @@ def edit_jaxpr(jaxpr: Any, change: ConstraintChange | ConstraintRemoval, mesh: A
     if not editor.count:
         raise ValueError(f'no operation of {change.source} matches "{change}"')
     return edited
+
+
+def with_bodies(equation: Any, edit: Callable[[Any], Any]) -> Any:
+    """Returns an equation whose jaxprs, such as the body of a loop, are edited."""
+
+    def change(value: Any) -> Any:
+        if isinstance(value, tuple | list) and any(hasattr(x, 'eqns') for x in value):
+            return type(value)(map(change, value))
+        if not hasattr(value, 'eqns'):
+            return value
+        if hasattr(value, 'jaxpr') and value.jaxpr is not value:
+            return value.replace(jaxpr=edit(value.jaxpr))
+        return edit(value)
+
+    return equation.replace(params={name: change(x) for name, x in equation.params.items()})
 
 
 def _constraints(jaxpr: Any, caller: tuple[str, ...]) -> list[tuple[tuple[str, ...], Any]]:
@@ -80,9 +95,8 @@ class _Editor:
             stack = stack_of_traceback(equation.source_info.traceback) or caller
             edited = equation
             if bodies_of(equation):
-                edit = functools.partial(self._edit_parameter, backward=is_backward, stack=stack)
-                params = {name: edit(value) for name, value in equation.params.items()}
-                edited = equation.replace(params=params)
+                edit = functools.partial(self.edit, backward=is_backward, caller=stack)
+                edited = with_bodies(equation, edit)
             if user_line(stack, self._helpers) != self._change.source:
                 equations.append(edited)
             elif isinstance(self._change, ConstraintRemoval) or self._change.replaces:
@@ -96,15 +110,6 @@ class _Editor:
             else:
                 equations += self._constrain_results(edited)
         return jaxpr.replace(eqns=equations)
-
-    def _edit_parameter(self, value: Any, backward: bool, stack: tuple[str, ...]) -> Any:
-        if isinstance(value, tuple | list) and any(hasattr(x, 'eqns') for x in value):
-            return type(value)(self._edit_parameter(x, backward, stack) for x in value)
-        if not hasattr(value, 'eqns'):
-            return value
-        if hasattr(value, 'jaxpr') and value.jaxpr is not value:
-            return value.replace(jaxpr=self.edit(value.jaxpr, backward=backward, caller=stack))
-        return self.edit(value, backward=backward, caller=stack)
 
     def _constrain_results(self, equation: Any) -> Iterator[Any]:
         """Yields an equation of the forward pass, and then constraints on its results."""

@@ -12,11 +12,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from meshwright.advice.state_pairs import UPDATES, pair_results
 from meshwright.calls.held import HeldArray, named_role
-from meshwright.calls.plain_call import jax_paths, parts_of_name
 from meshwright.causes.row_axes import is_meant_for_rows
 from meshwright.findings.forward_layouts import ForwardLayouts
-from meshwright.findings.state_pairs import UPDATES, pair_state
 from meshwright.jax_private import TracedCall
 from meshwright.jaxpr.naming import name_values
 from meshwright.jaxpr.values import TO_LOCAL, Axes, Block, Step
@@ -79,12 +78,7 @@ class ProgramFacts:
     @functools.cached_property
     def pairs(self) -> dict[int, int]:
         """The number of the argument of each result that the next call takes."""
-        by_jax, by_user = jax_paths(self.traced), [tuple(a.row.path.split('/')) for a in self.held]
-        paths = [
-            [jax_path, path, ('', *path)] for jax_path, path in zip(by_jax, by_user, strict=True)
-        ]
-        names = [parts_of_name(name) for name in self.traced.result_names]
-        pairs = pair_state(self.block, paths, names)
+        pairs = pair_results(self.traced, self.block, [array.row.path for array in self.held])
         return {number: i for number, i in pairs.items() if self._is_state(i)}
 
     def _is_state(self, i: int) -> bool:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from meshwright.calls.plain_call import jax_paths, parts_of_name
+from meshwright.jax_private import TracedCall
 from meshwright.jaxpr.naming import shared_end
 from meshwright.jaxpr.primitives import ELEMENTWISE, MOVES, SCATTERS, names_in
 from meshwright.jaxpr.values import Block, Value, carries, ties
@@ -21,6 +23,20 @@ _KEEPING = ELEMENTWISE | MOVES | names_in('random_fold_in random_split cond whil
 _CHANGED_SHAPE = names_in('slice dynamic_slice squeeze reshape transpose expand_dims gather')
 
 Path = tuple[str, ...]
+
+
+def pair_results(call: TracedCall, block: Block, paths: Sequence[str]) -> dict[int, int]:
+    """Returns the number of the argument of each result that the next call of a function takes.
+
+    Args:
+      call: the trace of the function.
+      block: its steps, without exchanges.
+      paths: the path of each argument, as the user sees it.
+    """
+    by_user = [tuple(path.split('/')) for path in paths]
+    pairs = zip(jax_paths(call), by_user, strict=True)
+    known = [[by_jax, path, ('', *path)] for by_jax, path in pairs]
+    return pair_state(block, known, [parts_of_name(name) for name in call.result_names])
 
 
 def pair_state(

@@ -1,0 +1,62 @@
+"""Compiles a function with the changes that help by formula, and keeps those that do help."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+
+from meshwright.advice.advised import Advised, Variant
+from meshwright.advice.measuring import Measured
+from meshwright.advice.surroundings import REMOVED
+from meshwright.advice.variants import with_change
+from meshwright.causes.cause import ConstraintRemoval, Effect
+from meshwright.causes.explaining import Explanation
+from meshwright.jax_private import TracedCall
+
+
+def compile_variants(
+    explanation: Explanation,
+    advised: Advised,
+    before: Measured,
+    measure: Callable[[TracedCall], Measured | None],
+    most: int = 3,
+) -> Advised:
+    """Compiles the function with the best changes, and leaves out those that do not help.
+
+    Args:
+      explanation: the causes of the exchanges.
+      advised: the changes that help by formula.
+      before: the function as it is.
+      measure: compiles a function; None if it cannot be compiled.
+      most: the number of compilations at most.
+    """
+    kept: list[Variant] = []
+    for number, variant in enumerate(advised.variants):
+        if number >= most:  # it does less than those that were compiled
+            break
+        after = None
+        with contextlib.suppress(Exception):  # a function that cannot be made has no figures
+            call = with_change(advised.subject, variant.change)
+            after = None if call is None else measure(call)
+        if after is not None and after.is_better(before):
+            effect = Effect(
+                sent=(before.sent, after.sent),
+                peak=(before.peak, after.peak),
+                seconds=None
+                if before.seconds is None or after.seconds is None
+                else (before.seconds, after.seconds),
+            )
+            kept.append(dataclasses.replace(variant, compiled=effect, gone=after.gone(before)))
+    kept.sort(key=lambda v: (v.compiled is None, -_saved(v)))
+    return dataclasses.replace(advised, variants=tuple(kept))
+
+
+def _saved(variant: Variant) -> float:
+    """The bytes that a compiled change saves, or the share by formula."""
+    if variant.compiled is None:
+        return variant.saved
+    (sent, sends), (held, holds) = variant.compiled.sent, variant.compiled.peak
+    saved = sent - sends + 0.1 * (held - holds)
+    removes = isinstance(variant.change, ConstraintRemoval)
+    return saved * variant.candidate.weight * (REMOVED if removes else 1)

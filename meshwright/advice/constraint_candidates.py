@@ -1,0 +1,131 @@
+"""Changes of constraints that are worth an estimate: other layouts, none, and new constraints.
+
+For a hidden layer that a constraint lays out as PartitionSpec('model', 'data'), while the rows of
+the batch are sharded over 'data' and the columns of the parameter that makes it over 'model':
+
+    write with_sharding_constraint(x, PartitionSpec('data', 'model')) at model.py:31
+    leave out the constraint at model.py:31
+    ...
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Sequence
+
+from meshwright.advice.surroundings import Candidate, Surroundings, make_constraint, rearranged
+from meshwright.advice.variants import Layout
+from meshwright.causes.cause import Change, ConstraintRemoval, JoinedChange
+from meshwright.jaxpr.values import Value
+from partitioning.products.flops import PRODUCTS
+
+_ELSEWHERE = 0.85  # the weight of a layout that only its bytes speak for
+_MADE = PRODUCTS | {'gather', 'add', 'custom_vjp_call', 'reduce_sum'}
+
+
+def replace_constraints(around: Surroundings) -> Iterator[tuple[float, Candidate]]:
+    """For each line with constraints, the layout that its array has elsewhere, or none."""
+    sites = [(n, value) for n, value in around.constraints() if not _fits_dims(around, value)]
+    yield from _lay_out_updates(around, sites)
+    for weight, value in sites:
+        if around.row_of_state(value) is not None:
+            continue
+        implied = around.implied(value)
+        if implied != value.layout:
+            others = (v for _, v in sites if v.line == value.line and v.shape != value.shape)
+            alike = tuple(v.shape for v in others if _is_alike(around, v, value, implied))
+            change = make_constraint(value, implied, replaces=True, shapes=alike)
+            yield weight, Candidate(change)
+        yield 0.9 * weight, Candidate(ConstraintRemoval(source=value.line))
+
+
+def _lay_out_updates(
+    around: Surroundings, sites: Sequence[tuple[float, Value]]
+) -> Iterator[tuple[float, Candidate]]:
+    """For each line that constrains gradients or updates, the layouts of their parameters."""
+    by_line: dict[str, list[tuple[float, Value]]] = collections.defaultdict(list)
+    for weight, value in sites:
+        if around.row_of_state(value) is not None:
+            by_line[value.line].append((weight, value))
+    for line, found in by_line.items():
+        shapes: dict[Layout, list[Value]] = collections.defaultdict(list)
+        for _, value in found:
+            shapes[around.implied(value)].append(value)
+        parts = tuple(
+            make_constraint(
+                values[0], layout, replaces=True, shapes=tuple(v.shape for v in values[1:])
+            )
+            for layout, values in shapes.items()
+        )
+        weight = sum(weight for weight, _ in found)
+        change = parts[0] if len(parts) == 1 else JoinedChange(parts=parts)
+        yield weight, Candidate(change, of_state=True)
+        yield 0.9 * weight, Candidate(ConstraintRemoval(source=line), of_state=True)
+
+
+def rearrange_constraints(around: Surroundings, change: Change | None) -> Iterator[Candidate]:
+    """Other layouts at the line of a constraint that is better left out or replaced.
+
+    Args:
+      around: the arrays of the function.
+      change: a change at this line; None for the line with the most bytes around it.
+    """
+    sites = [value for _, value in around.constraints()]
+    if change is not None:
+        source = getattr(change, 'source', '')
+        sites = [value for value in sites if value.line == source]
+    sites = [
+        value
+        for value in sites
+        if not _fits_dims(around, value) and around.row_of_state(value) is None
+    ]
+    for value in sites[: None if change is not None else 1]:
+        layout = value.layout or ()
+        for other in (*rearranged(layout), *_filled(around, layout)):
+            if around.fits(other, value.shape):
+                made = make_constraint(value, other, replaces=True)
+                yield Candidate(made, weight=_ELSEWHERE)
+
+
+def _is_alike(around: Surroundings, other: Value, value: Value, implied: Layout) -> bool:
+    """Whether another array of the same line is laid out alike, and should be."""
+    return other.layout == value.layout and around.implied(other) == implied
+
+
+def _fits_dims(around: Surroundings, value: Value) -> bool:
+    """Whether a constraint only says which of the layouts of its dimensions an array has.
+
+    Under sequence parallelism, the length and the columns of a kernel are over the same axis.
+    """
+    if around.row_of_state(value) is not None:
+        return around.implied(value) == value.layout
+    layout = value.layout or ()
+    implied = {a for own in around.implied(value) for a in own}
+    lost = implied - {a for own in layout for a in own}
+    pairs = zip(layout, value.dims, strict=True)
+    return (
+        not lost
+        and any(layout)
+        and all({*axes} <= {*(dim.axes if dim is not None else ())} for axes, dim in pairs)
+    )
+
+
+def _filled(around: Surroundings, layout: Layout) -> Iterator[Layout]:
+    """Layouts that also use mesh axes which a layout does not use."""
+    for axis in around.possible.layouts.unused_axes(layout):
+        for number in range(len(layout)):
+            if not layout[number]:
+                yield tuple((axis,) if n == number else a for n, a in enumerate(layout))
+
+
+def add_constraints(around: Surroundings) -> Iterator[tuple[float, Candidate]]:
+    """Constraints on what products and lookups around the exchanges make."""
+    seen = set[tuple[str, tuple[int, ...]]]()
+    for weight, value in sorted(around.near_values.values(), key=lambda pair: -pair[0]):
+        key = value.line, value.shape
+        if value.primitive not in _MADE or value.backward or value.manual or key in seen:
+            continue
+        layout = around.implied(value)
+        if len(value.shape) > 1 and any(layout) and value.layout is None:
+            seen.add(key)
+            yield weight, Candidate(make_constraint(value, layout))
