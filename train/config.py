@@ -16,7 +16,7 @@ from partitioning.hardware import OptionValue, check_option
 from train.checkpoints import CheckpointConfig, RestoreConfig
 from train.data import Lengths, Prefetch, Task
 from train.data.rows.packing import check_lengths
-from train.errors import ConfigError, FailurePolicy, check_counts, first_line
+from train.errors import ConfigError, FailurePolicy, check_counts, check_number, first_line
 from train.machine.compiling import CacheSetting
 from train.objectives import Objective
 from train.optimizers import Optimizer
@@ -103,6 +103,14 @@ class TrainConfig:
       gradient_dtype: the dtype of the gradients that the optimizer gets, 'float32' or 'bfloat16'.
       accumulation_dtype: the dtype in which the gradients of microbatches are summed, 'float32' or
         'bfloat16'.
+      ema_decay: the decay of an exponential moving average of the parameters, such as 0.999, which
+        the state keeps in the layout of the parameters; see `train.optimizers.averaging`. By
+        default, no average is kept. A run that resumes from a checkpoint without averages starts
+        them from the parameters of the checkpoint.
+      ema_debias: whether the average forgets the parameters from which it starts, as Adam corrects
+        its bias. Otherwise they have the weight ema_decay ** n after n updates.
+      evaluate_ema: whether evaluations use the average in place of the parameters, if the run keeps
+        one; during training, and of a checkpoint.
       weight_metrics: whether to add the metrics of every parameter to the training metrics.
       log_every: the number of steps between records of training metrics.
       profile_steps: the first and the last step of a trace for TensorBoard or Perfetto, which is
@@ -157,6 +165,9 @@ class TrainConfig:
     num_microbatches: int = 1
     gradient_dtype: GradientDType = 'float32'
     accumulation_dtype: GradientDType = 'float32'
+    ema_decay: float | None = None
+    ema_debias: bool = True
+    evaluate_ema: bool = True
     weight_metrics: bool = False
     log_every: int = 10
     profile_steps: Sequence[int] | None = None
@@ -177,6 +188,12 @@ class TrainConfig:
             raise ConfigError(
                 f'TrainConfig.accumulation_dtype is {self.accumulation_dtype!r}, but '
                 'num_microbatches is 1, so nothing is summed: remove it'
+            )
+        if self.ema_decay is None and not (self.ema_debias and self.evaluate_ema):
+            name = 'evaluate_ema' if self.ema_debias else 'ema_debias'
+            raise ConfigError(
+                f'TrainConfig.{name} is False, but ema_decay is not set, so no average is kept: '
+                f'set ema_decay, such as 0.999, or remove {name}'
             )
         last_step = math.inf if self.relative_steps else self.total_steps
         _check_profile(self.profile_steps, last_step, self.model_dir)
@@ -207,6 +224,10 @@ def _one_of(kind: Any, *, optional: bool = False) -> Check:
 def _check_switch(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ConfigError(f'TrainConfig.{name} is {value!r}: use True or False')
+
+
+def _check_decay(name: str, value: Any) -> None:
+    check_number(f'TrainConfig.{name}', value, '[0, 1) or None')
 
 
 def _instance(*kinds: type, written: str, optional: bool = False) -> Check:
@@ -320,6 +341,9 @@ CHECKS: dict[str, Check] = {
     'num_microbatches': _count(),
     'gradient_dtype': _one_of(GradientDType),
     'accumulation_dtype': _one_of(GradientDType),
+    'ema_decay': _check_decay,
+    'ema_debias': _check_switch,
+    'evaluate_ema': _check_switch,
     'log_every': _count(),
     'compiler_options': _check_compiler_options,
     'compilation_cache': _check_cache,

@@ -24,6 +24,7 @@ from train.reporting.console import RunConsole
 Kind = Literal['missing', 'extra', 'shape', 'dtype']
 
 
+AVERAGES = 'ema/'  # the beginning of the names of the averages of the parameters
 Array = TypeVar('Array', bound=HasShape)
 Wanted = Mapping[str, jax.ShapeDtypeStruct]
 # Makes the arrays of a new run at some paths.
@@ -148,6 +149,12 @@ def find_problem(
         return None
     names = {kind: {d.name for d in wrong if d.kind == kind} for kind in get_args(Kind)}
     # Optimizer states differ wherever parameters do, so they come last.
+    if all(d.kind == 'extra' and d.name.startswith(AVERAGES) for d in wrong):
+        return (
+            f'checkpoint {where} has the averages of the parameters, {len(wrong):,} arrays such as '
+            f'{wrong[0].name}, but this run keeps none: set TrainConfig.ema_decay, or start a run '
+            'with another MODEL_DIR and RestoreConfig.strict = False'
+        )
     first = min(
         wrong, key=lambda d: (d.name.startswith(('opt_state', 'state/')), d.name, d.kind == 'extra')
     )

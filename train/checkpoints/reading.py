@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, NoReturn
 
 import jax
@@ -17,6 +17,7 @@ from train.checkpoints.arrays.stored import StoredArray, is_floating
 from train.checkpoints.config import RestoreConfig
 from train.checkpoints.formats.opening import find_place, open_checkpoint
 from train.checkpoints.matching import (
+    AVERAGES,
     Difference,
     Initialize,
     Preflight,
@@ -165,8 +166,11 @@ class CheckpointReader(abc.ABC):
             except UnreadableArrayError as error:
                 cause = error.__cause__
                 self._raise_damaged(step, cause if isinstance(cause, ConfigError) else error)
-        if initialize is not None and (missing := wanted.keys() - arrays.keys()):
-            arrays |= initialize(missing)
+        missing = wanted.keys() - arrays.keys()
+        averages = {path for path in missing if path.startswith(AVERAGES)}
+        if initialize is not None and missing - averages:
+            arrays |= initialize(missing - averages)
+        arrays |= _start_averages(averages, wanted, arrays)
         return jax.tree.unflatten(treedef, [arrays[path] for path in wanted])
 
     @property
@@ -183,7 +187,8 @@ class CheckpointReader(abc.ABC):
             state = abstract_state.replace(opt_state=None)
             if dtype is not None:
                 state = state.replace(params=with_dtype(state.params, dtype))
-            return state, self.variables
+            keeps = getattr(state, 'ema', None) is not None
+            return state, (*self.variables, AVERAGES) if keeps else self.variables
         params = () if dtype is None else abstract_state.params
         for path, x in jax.tree_util.tree_leaves_with_path(params):
             if is_floating(x) and x.dtype != jnp.dtype(dtype):
@@ -210,7 +215,7 @@ class CheckpointReader(abc.ABC):
         if not can_initialize:
             restore = dataclasses.replace(restore, initialize_missing=False)
         try:
-            return match_arrays(
+            found, differences = match_arrays(
                 self.arrays(step, by_name),
                 by_name,
                 restore,
@@ -219,6 +224,9 @@ class CheckpointReader(abc.ABC):
                 casts=self.casts or restore.dtype is not None,
                 adapt=self.adapt,
             )
+            if not any(name.startswith(AVERAGES) for name in found):
+                differences = [_starting(one) for one in differences]
+            return found, differences
         except Exception as error:  # Many types, for files that are missing or damaged.
             self._raise_damaged(step, error)
 
@@ -231,6 +239,29 @@ class CheckpointReader(abc.ABC):
         raise DamagedCheckpoint(
             f'checkpoint {self.path(step)} is damaged ({first_line(error)}){hint}'
         ) from error
+
+
+def _starting(difference: Difference) -> Difference:
+    """What is missing of an average is not an error: it starts from the parameters."""
+    if difference.kind != 'missing' or not difference.name.startswith(AVERAGES):
+        return difference
+    return difference._replace(stored='absent, starts from the parameters', is_allowed=True)
+
+
+def _start_averages(
+    paths: Collection[str], wanted: Wanted, arrays: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """The averages that a checkpoint does not have: copies of the parameters, and a count of 0."""
+    made = dict[str, jax.Array]()
+    for path in paths:
+        struct = wanted[path]
+        parameter = arrays.get(path.replace(f'{AVERAGES}average/', 'params/', 1))
+        if parameter is None:
+            made[path] = jnp.zeros(struct.shape, struct.dtype, device=struct.sharding)
+        else:
+            copied = jnp.array(parameter, struct.dtype, copy=True)
+            made[path] = jax.device_put(copied, struct.sharding)
+    return made
 
 
 class _OwnCheckpoint(RestoreConfig):

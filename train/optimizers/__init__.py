@@ -1,5 +1,11 @@
-"""Optimizers: optax transformations, weight-decay masks, and Adafactor with T5X's factoring."""
+"""Optimizers: optax transformations, weight-decay masks, averages, and T5X's Adafactor."""
 
+from train.optimizers.averaging import (
+    AveragedState as AveragedState,
+    start_average as start_average,
+    update_average as update_average,
+    with_average as with_average,
+)
 from train.optimizers.optimizer import (
     LogicalAxes as LogicalAxes,
     Optimizer as Optimizer,

@@ -17,6 +17,7 @@ from train.data import record
 from train.errors import ConfigError
 from train.evaluators.evaluator import prepare_evaluators, run_evaluators
 from train.gin.text import write_gin_text
+from train.optimizers import AveragedState
 from train.paths import as_folder
 from train.processes.together import check_same_step, raise_on_all_processes
 from train.reporting.writers import open_writers
@@ -69,6 +70,8 @@ def evaluate(
 def restore_for_evaluation(run: Run, restore: RestoreConfig | None = None) -> TrainState:
     """Restores a state with the step, the parameters and other variables. Its `opt_state` is None.
 
+    The parameters are their averages, if the run keeps these and evaluates them.
+
     Args:
       run: the run whose plan lays out the arrays.
       restore: the checkpoint, by default the newest one of the run.
@@ -90,10 +93,12 @@ def restore_for_evaluation(run: Run, restore: RestoreConfig | None = None) -> Tr
             record.check_restored_tokenizer(folder, run.evaluated, restore.setting)
     check_same_step(step)
     abstract, initialize = run.plan.abstract_state, functools.partial(initialize_some, run)
+    if isinstance(abstract, AveragedState) and not run.config.evaluate_ema:
+        abstract = abstract.replace(ema=None)
     with closing(saved):
         preflight = saved.preflight(step, abstract, variables_only=True)
         preflight.report(run.console)
         preflight.check()
         state = saved.restore(step, abstract, initialize, variables_only=True)
     run.console.say(f'restored {saved.origin(step)}', style='bold')
-    return state
+    return run.to_evaluate(state)

@@ -68,6 +68,7 @@ def evaluate_at_start(
       Interrupted: if a signal ends one of them.
     """
     config, step, scores = run.config, start.step, dict[str, float]()
+    state = run.to_evaluate(state)
     interrupted = {name: one for name, one in evaluators.items() if name in start.pending}
     if interrupted:
         run.console.say(

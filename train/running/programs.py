@@ -16,7 +16,7 @@ from partitioning.programs.partitioned_function import (
     PartitionedCallable,
 )
 from train.objectives.objective import make_eval_step
-from train.optimizers import learning_rate_of
+from train.optimizers import AveragedState, learning_rate_of, update_average
 from train.processes.activity import awaiting_threads, calling_compiler
 from train.reporting.memory import check_fits, memory_advice
 from train.reporting.meter import peak_flops
@@ -117,6 +117,13 @@ class Compilation:
 def partition_train_step(run: PlannedRun) -> PartitionedCallable:
     """The function (state, batch) -> (state, metrics) of a run, laid out as its plan says."""
     config, plan, data_spec = run.config, run.plan, run.config.partitioner.data_partition_spec
+
+    def average(state: TrainState) -> TrainState:
+        if config.ema_decay is None:
+            return state
+        assert isinstance(state, AveragedState)
+        return update_average(state, config.ema_decay, config.ema_debias)
+
     return config.partitioner.partition(
         make_train_step(
             config.objective,
@@ -129,6 +136,7 @@ def partition_train_step(run: PlannedRun) -> PartitionedCallable:
             gradient_dtype=config.gradient_dtype,
             accumulation_dtype=config.accumulation_dtype,
             not_finite=config.not_finite,
+            average=average,
         ),
         in_axis_resources=(plan.specs, data_spec),
         out_axis_resources=(plan.specs, None),

@@ -25,7 +25,7 @@ from train.errors import ConfigError
 from train.evaluators.held_out import HeldOut
 from train.machine.compiling import choose_options, describe_options, use_compilation_cache
 from train.objectives import Objective, TokenLoss
-from train.optimizers import as_transformation
+from train.optimizers import AveragedState, as_transformation, with_average
 from train.paths import as_folder
 from train.processes.activity import calling_compiler
 from train.processes.together import agree_on
@@ -98,6 +98,10 @@ class Run(PlannedRun):
             random_seed=c.seed,
             prng_impl=c.prng_impl,
         )
+
+    def to_evaluate(self, state: TrainState) -> TrainState:
+        """The state that evaluators get: with the averages of its parameters, if it keeps any."""
+        return with_average(state) if self.config.evaluate_ema else state
 
     def from_step(self, step: int) -> Run:
         """Returns the run with the last step that follows from its first one."""
@@ -177,7 +181,8 @@ def plan_run(config: TrainConfig, row: Row) -> PlannedRun:
         # Only here do the parameters carry their names, which masks of the optimizer need.
         overrides = getattr(getattr(partitioner, 'rule_set', None), 'overrides', ())
         made.append(as_transformation(config.optimizer, variables, overrides))
-        return TrainState.create(variables, made[-1])
+        kind = TrainState if config.ema_decay is None else AveragedState
+        return kind.create(variables, made[-1])
 
     key = step_key = jax.random.key(config.seed or 0, impl=config.prng_impl)
     if config.split_key:

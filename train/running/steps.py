@@ -33,6 +33,7 @@ def make_train_step(
     gradient_dtype: GradientDType = 'float32',
     accumulation_dtype: GradientDType = 'float32',
     not_finite: NotFinitePolicy = 'ignore',
+    average: Callable[[TrainState], TrainState] = lambda state: state,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the function (state, batch) -> (state, metrics) that does one update.
 
@@ -51,6 +52,7 @@ def make_train_step(
       accumulation_dtype: the dtype of the sums of the gradients of microbatches.
       not_finite: 'ignore' looks at nothing. The others add the metric `health.NOT_FINITE`, and
         'skip' also keeps the state as it is, but for its step, if anything is not finite.
+      average: adds the new parameters to the average that the state keeps, if any.
     """
 
     whole = num_microbatches == 1
@@ -72,7 +74,7 @@ def make_train_step(
             grads = jax.tree.map(lambda g: (g / divisor).astype(gradient_dtype), grads)
         if gradient_dtype == 'float32':
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-        new_state = state.apply_gradients(grads, tx, variables or None)
+        new_state = average(state.apply_gradients(grads, tx, variables or None))
         metrics = mean_metrics(sums) | {
             'gradient_norm': global_norm(grads),
             'parameter_norm': optax.tree.norm(new_state.params),

@@ -260,12 +260,14 @@ class Loop:
     ) -> tuple[bool, tuple[str, ...]]:
         """Returns whether it has saved the state, and which evaluators a signal has interrupted."""
         step, saved = self.step, self.saved
-        scores, pending = evaluate_until_signal(due.evaluators, state, step, self.writers)
+        evaluated = self.run.to_evaluate(state)
+        scores, pending = evaluate_until_signal(due.evaluators, evaluated, step, self.writers)
         if not pending:
             self.check_end({**scalars, **scores})
         if self.reason:
-            evaluate_until_signal(due.other_evaluators, state, step, self.writers)
+            evaluate_until_signal(due.other_evaluators, evaluated, step, self.writers)
         saving = due.saving or bool(pending and self.run.config.checkpoints.saves_anything)
+        del evaluated  # averages in another dtype are copies
         saving = saving or bool(self.reason and saved.is_due(step, ending=True))
         if saving:
             with self.run.console.activity.doing(f'the save of step {step}'):
