@@ -128,7 +128,7 @@ def explain(program: str, fault: dict[str, Any] | None) -> Any:
             return step.trace(*args)
 
         partitioner, step, args = module.build(rules)
-        mesh, plan_rows = partitioner.mesh, partitioner.resolve(args[0]).rows
+        mesh, plan_rows = partitioner.mesh, partitioner.plan(args[0]).rows
     else:
         layout = {} if (fault or {}).get('file') else (fault or {}).get('layout', {})
         specs = {

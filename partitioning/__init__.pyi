@@ -82,7 +82,7 @@ from partitioning.plan import (
     Plan as Plan,
     PlanDiff as PlanDiff,
     PlanRow as PlanRow,
-    diff as diff,
+    plan_diff as plan_diff,
 )
 from partitioning.programs.contexts import (
     PjittedFnWithContext as PjittedFnWithContext,
@@ -155,13 +155,13 @@ __all__ = [
     'constrain',
     'create_mesh',
     'describe_topology',
-    'diff',
     'draw_audit',
     'draw_mesh',
     'explain_rules',
     'fsdp_logical_axis_rules',
     'logical_to_mesh_axes',
     'override_params_axes_names',
+    'plan_diff',
     'resolve_axes',
     'standard_logical_axis_rules',
     'suggest_rules',

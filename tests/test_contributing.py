@@ -117,7 +117,7 @@ def test_a_plan_file_becomes_a_partitioned_state(tmp_path):
     key = jax.random.key(0)
     make_partitioner(logical_axis_rules=rules).plan(init, key).save(tmp_path / 'plan.json')
     with recorded_calls() as calls:
-        partitioner = make_partitioner(plan=Plan.load(tmp_path / 'plan.json'))
+        partitioner = make_partitioner(layout=Plan.load(tmp_path / 'plan.json'))
         state = partitioner.plan(init, key).init(key)
     assert state['kernel'].sharding.spec == P('data', 'model')
     assert jnp.isfinite(state['kernel']).all()

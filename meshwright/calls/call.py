@@ -7,7 +7,7 @@ from typing import Any, Protocol, Self
 from jax.sharding import AbstractMesh, Mesh
 
 from meshwright.calls.held import HeldArray
-from meshwright.calls.partitioned import is_partitioned
+from meshwright.calls.partitioned import is_partitioned, laid_out_for
 from meshwright.calls.partitioned_call import PartitionedCall
 from meshwright.calls.plain_call import PlainCall
 from meshwright.jax_private import TracedCall
@@ -57,4 +57,6 @@ def read_call(fn: Any, args: tuple[Any, ...]) -> Call:
     Raises:
       ValueError: if the function is not jitted.
     """
-    return PartitionedCall(fn, args) if is_partitioned(fn) else PlainCall(fn, args)
+    if is_partitioned(fn):
+        return PartitionedCall(laid_out_for(fn, args), args)
+    return PlainCall(fn, args)

@@ -163,8 +163,10 @@ def plan_of(
       partitioner: the partitioner.
       errors: what the partitioner raises if a value is not its state, by default anything.
     """
+    if callable(value) and jax.tree_util.all_leaves([value]):
+        return None  # a constant of the call; as an argument of `plan` it would be called
     try:
-        plan = partitioner.resolve(value)
+        plan = partitioner.plan(value)
     except errors:
         return None
     return plan if any(row.role == 'parameters' for row in plan.rows) else None

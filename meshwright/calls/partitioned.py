@@ -29,12 +29,13 @@ class PartitionerLike(Protocol):
     def logical_axis_rules(self) -> LogicalAxisRules: ...
     @property
     def data_partition_spec(self) -> PartitionSpec: ...
-    def resolve(self, train_state: Any, /) -> Plan: ...
+    def plan(self, init_or_state: Any, /, *args: Any) -> Plan: ...
     def partition(
         self,
         fn: Callable[..., Any],
-        in_axis_resources: Any,
-        out_axis_resources: Any,
+        in_shardings: Any,
+        out_shardings: Any,
+        /,
         static_argnums: int | Sequence[int] = (),
         donate_argnums: int | Sequence[int] = (),
         *,
@@ -95,9 +96,9 @@ class SettingsLike(Protocol):
     @property
     def fn(self) -> Callable[..., Any]: ...
     @property
-    def in_axis_resources(self) -> Any: ...
+    def in_shardings(self) -> Any: ...
     @property
-    def out_axis_resources(self) -> Any: ...
+    def out_shardings(self) -> Any: ...
     @property
     def static_argnums(self) -> int | Sequence[int]: ...
     @property
@@ -107,6 +108,15 @@ class SettingsLike(Protocol):
     @property
     def compiler_options(self) -> Mapping[str, OptionValue] | None: ...
     def on_any_mesh(self) -> Self: ...
+
+
+def laid_out_for(fn: Any, args: Sequence[Any]) -> Any:
+    """The function, or the partitioned function in it that is laid out for these arguments.
+
+    The step of `PjitPartitioner.setup` lays out a batch when it first sees one.
+    """
+    lay_out = getattr(fn, 'for_arguments', None)
+    return fn if lay_out is None else lay_out(*args)
 
 
 def is_partitioned(fn: Any) -> bool:

@@ -98,8 +98,8 @@ class PartitionedCall:
             options = _default_values(mesh)
         moved = move_partitioner(self.partitioner, mesh).partition(
             settings.fn,
-            settings.in_axis_resources,
-            settings.out_axis_resources,
+            settings.in_shardings,
+            settings.out_shardings,
             static_argnums=settings.static_argnums,
             donate_argnums=settings.donate_argnums,
             on_recompile=settings.on_recompile,

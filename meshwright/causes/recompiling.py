@@ -9,7 +9,12 @@ import jax
 from jax.sharding import PartitionSpec
 
 from meshwright.calls.held import plan_of
-from meshwright.calls.partitioned import PartitionedLike, PartitionerWithRules, is_partitioned
+from meshwright.calls.partitioned import (
+    PartitionedLike,
+    PartitionerWithRules,
+    is_partitioned,
+    laid_out_for,
+)
 from meshwright.causes.layouts import describe_arguments
 from meshwright.causes.trying import CompiledFunction
 from meshwright.program.costs import read_costs
@@ -39,6 +44,7 @@ def compile_partitioned(
             f'{getattr(fn, "__name__", repr(fn))} is not a partitioned function: pass what '
             'partitioner.partition(...) returned'
         )
+    fn = laid_out_for(fn, args)
     settings = fn.settings.on_any_mesh()
     # An argument whose arrays have no names, such as a batch, has no plan.
     plans = [plan_of(arg, partitioner, (ValueError, TypeError)) for arg in args]
@@ -49,12 +55,12 @@ def compile_partitioned(
         changes: list[tuple[Any, Any]] = []
         for arg, plan in zip(args, plans, strict=True):
             if plan is not None:
-                changes.append((plan.specs, other.resolve(arg).specs))
+                changes.append((plan.specs, other.plan(arg).specs))
         changes.append((partitioner.data_partition_spec, other.data_partition_spec))
         again = other.partition(
             settings.fn,
-            _replace(settings.in_axis_resources, changes),
-            _replace(settings.out_axis_resources, changes),
+            _replace(settings.in_shardings, changes),
+            _replace(settings.out_shardings, changes),
             static_argnums=settings.static_argnums,
             donate_argnums=settings.donate_argnums,
             compiler_options=settings.compiler_options,

@@ -6,12 +6,11 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from partitioning.hardware import HardwareMesh
 from partitioning.layout import (
     DataLayout,
     Indivisible,
@@ -22,18 +21,16 @@ from partitioning.layout import (
     host_local_array_to_global_array,
     local_to_global,
 )
-from partitioning.partitioner.settings import (
-    AnyMesh,
-    PartitionerObject,
-    choose_mesh_source,
-    settings_of_t5x,
-)
-from partitioning.partitioner.training_setup import (
-    Step,
-    TrainingSetup,
-    positional_arguments,
-    returning_pairs,
-    trace_init,
+from partitioning.partitioner.initializing import is_init_function, place_state, trace_init
+from partitioning.partitioner.objects import PartitionerObject
+from partitioning.partitioner.settings import MeshSetting, read_mesh
+from partitioning.partitioner.steps import Step, TrainingSetup
+from partitioning.partitioner.t5x_settings import (
+    MISSING,
+    MeshSettings,
+    check_settings,
+    decide_shape,
+    settings_of,
 )
 from partitioning.plan import Plan
 from partitioning.programs.boundary import to_shardings
@@ -60,43 +57,20 @@ class BasePartitioner(PartitionerObject, abc.ABC):
     Subclasses say what the mesh is, how a state maps to it, and how a function is partitioned.
 
     Args:
-      num_partitions: the size of the 'model' axis. The remaining devices make the 'data' axis; on
-        several TPU slices they make 'replica', over the data centre network, and 'data'.
-      model_parallel_submesh: the (x, y, z, cores) tile of one model replica on a TPU torus, instead
-        of `num_partitions`.
-      params_on_devices: False if the caller keeps parameters in host memory and moves them with
-        `move_params_to_devices`.
-      backend: the backend whose devices to use instead of the default backend.
-      ici_mesh_shape: (replica, data, model) sizes within a slice; needs `dcn_mesh_shape`.
-      dcn_mesh_shape: (replica, data, model) sizes over slices.
-      mesh: the mesh or its description, instead of every setting above but `params_on_devices`.
-        With a `jax.sharding.AbstractMesh`, everything works that needs no devices.
+      mesh: the mesh or its description; see PjitPartitioner. With an AbstractMesh, everything works
+        that needs no devices.
+      **t5x: T5X's arguments, which can describe the mesh instead; see `MeshSettings`.
 
     Raises:
       ValueError: if no setting decides the mesh, or if two settings contradict each other.
     """
 
-    def __init__(
-        self,
-        num_partitions: int | None = None,
-        model_parallel_submesh: HardwareMesh | None = None,
-        params_on_devices: bool = True,
-        backend: str | None = None,
-        ici_mesh_shape: Sequence[int] | None = None,
-        dcn_mesh_shape: Sequence[int] | None = None,
-        *,
-        mesh: AnyMesh | None = None,
-    ):
-        given: dict[str, Any] = {
-            'num_partitions': num_partitions,
-            'model_parallel_submesh': model_parallel_submesh,
-            'backend': backend,
-            'ici_mesh_shape': ici_mesh_shape,
-            'dcn_mesh_shape': dcn_mesh_shape,
-        }
-        self._params_on_devices = params_on_devices
-        self._mesh_source = choose_mesh_source(mesh, given)
-        self._t5x_settings = settings_of_t5x(mesh, given)
+    def __init__(self, mesh: MeshSetting | None = None, **t5x: Unpack[MeshSettings]):
+        check_settings(t5x, MeshSettings, type(self).__name__)
+        self._params_on_devices = t5x.get('params_on_devices', True)
+        self._mesh_source = read_mesh(mesh, t5x)
+        by_t5x = decide_shape(t5x)
+        self._t5x_settings = dict(t5x) if by_t5x else settings_of(self._mesh_source)
 
     def _description(self) -> list[tuple[str, str]]:
         rows = super()._description()
@@ -258,25 +232,43 @@ class BasePartitioner(PartitionerObject, abc.ABC):
             return host_local_array_to_global_array(train_state, self.mesh, train_state_axes)
         return jax.device_put(train_state, to_shardings(train_state_axes, self.mesh))
 
-    def plan(self, init_fn: Callable[..., Any], *args: Any) -> Plan:
-        """The plan of the state that an init function makes. The function is traced once.
+    def plan(self, init_or_state: Any, /, *args: Any) -> Plan:
+        """The plan of a state: of the state that an init function makes, or of one that exists.
 
         Args:
-          init_fn: makes a train state of `args`, with names on its parameters as `resolve` needs
-            them. It is traced inside the mesh and the rules.
-          *args: the arguments of `init_fn`, abstract or not, replicated over the mesh.
+          init_or_state: a function that makes a train state of `args`, which is traced once, inside
+            the mesh and the rules; or a state, concrete or abstract. Parameters carry names: linen
+            boxes, T5X's `params_axes` or nnx variables; or the state has T5X's `as_logical_axes()`,
+            or the layout needs no names. A state without its boxes is recognized by the paths and
+            shapes of its arrays if this partitioner has planned it: so `plan.init(...)` and the
+            result of a step can be passed too.
+          *args: the arguments of the function, abstract or not, replicated over the mesh.
 
         Returns:
-          The plan, whose `init(*args)` makes the state.
+          The plan. If it was made from a function, its `init(*args)` makes the state.
 
         Raises:
-          ValueError: as `resolve`.
+          ValueError: with the path of the first array whose layout the rules do not decide, or
+            whose size its mesh axes do not divide.
         """
-        named, program = trace_init(init_fn, self.mesh, self.logical_axis_rules, args)
-        return dataclasses.replace(self.resolve(named), program=program)
+        if not is_init_function(init_or_state, args):
+            return self._plan_state(init_or_state)
+        named, program = trace_init(init_or_state, self.mesh, self.logical_axis_rules, args)
+        return dataclasses.replace(self._plan_state(named), program=program)
+
+    def _plan_state(self, train_state: Any) -> Plan:
+        """The plan of a state that exists, or of an abstract one, made in one walk over it."""
+        raise NotImplementedError
 
     def setup(
-        self, init_fn: Callable[..., Any], train_step: Callable[..., Any], *args: Any
+        self,
+        init_or_state: Any,
+        train_step: Callable[..., Any],
+        /,
+        *args: Any,
+        data_spec: Any = None,
+        static_argnums: int | Sequence[int] = (),
+        donate: bool = True,
     ) -> TrainingSetup:
         """The state, the step and the layout of the batch, from the functions of a program.
 
@@ -286,40 +278,48 @@ class BasePartitioner(PartitionerObject, abc.ABC):
             state, metrics = step(state, partitioner.to_global(batch))
 
         Args:
-          init_fn: as for `plan`.
+          init_or_state: as for `plan`. An existing state is moved into its shards; do not use it
+            afterwards, because its arrays may be donated.
           train_step: maps (state, batch, ...) to the new state, or to a tuple that begins with it,
             such as (state, metrics). It is traced inside the mesh and the rules.
-          *args: the arguments of `init_fn`.
+          *args: the arguments of the init function.
+          data_spec: the layout of the batch: a PartitionSpec, or a tree of them with the structure
+            of the batch. P(None, 'data') is for batches of [steps, rows, ...], which a step scans.
+            By default every array has `data_partition_spec`. A spec for the whole batch does not
+            apply to scalars, which are replicated.
+          static_argnums: the positions of arguments of `train_step` that are compile-time
+            constants, such as a bool.
+          donate: whether the step reuses the buffers of the old state for the new one.
 
         Returns:
-          A named tuple of three. `state` is created in its shards. `step` takes what `train_step`
-          takes: the state, whose buffers it reuses; the batch, laid out by `data_spec`; and further
-          arguments, which are replicated. The new state is laid out like the old one, and
-          everything else in the result is replicated. `step.lower` and `step.eval_shape` see the
-          result as a pair of the state and the rest. `data_spec` is `data_partition_spec`.
-          `resolve(state)` is the plan.
+          A named tuple of three. `state` is in its shards. `step` takes what `train_step` takes:
+          the state; the batch, laid out by `data_spec`; and further arguments, which are
+          replicated. The new state is laid out like the old one, and everything else in the result
+          is replicated. `step.lower` and `step.eval_shape` see the result as a pair of the state
+          and the rest. `data_spec` is the given one, or `data_partition_spec`. `plan(state)` is the
+          plan.
 
         Raises:
-          ValueError: as `resolve`. The first call of `step` raises it too, if the result has no
-            state with the same structure, shapes and dtypes.
+          ValueError: as `plan`. The first call of `step` raises it too, if the result has no state
+            with the same structure, shapes and dtypes, or if the data axes do not divide an array
+            of the batch.
         """
-        plan = self.plan(init_fn, *args)
-        data_spec = self.data_partition_spec
-        needed, optional = positional_arguments(train_step)
-        # jax.jit has to know the layout of a result before it is traced. The function that is
-        # compiled therefore always returns a pair of the state and the rest. If `train_step` itself
-        # returns another form, that form is restored after every call.
-        pairs = self.partition(
-            returning_pairs(train_step, plan.specs),
-            (plan.specs, data_spec, *[None] * (needed - 2)),
-            (plan.specs, None),
-            donate_argnums=0,
+        plan = self.plan(init_or_state, *args)
+        state = plan.init(*args) if plan.program else place_state(init_or_state, plan)
+        spec = self.data_partition_spec if data_spec is None else data_spec
+        step: Any = Step(
+            self.partition,
+            train_step,
+            plan.specs,
+            spec,
+            is_default=data_spec is None,
+            static_argnums=static_argnums,
+            donate=donate,
         )
-        step: Any = Step(pairs, self.mesh, needed, optional)
-        return TrainingSetup(plan.init(*args), step, data_spec)
+        return TrainingSetup(state, step, spec)
 
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
-        """Makes the state of an init function, with each array in its shards; see `plan`."""
+        """Makes the state of an init function in its shards: `plan(init_fn, *args).init(*args)`."""
         return self.plan(init_fn, *args).init(*args)
 
     def eval_shape(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -330,32 +330,13 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         """
         return trace_init(fn, self.mesh, self.logical_axis_rules, args)[0]
 
-    def resolve(self, train_state: Any) -> Plan:
-        """The plan of a state that exists, or of an abstract one, made in one walk over it.
-
-        Args:
-          train_state: a pytree whose parameters carry names: linen boxes, T5X's `params_axes` or
-            nnx variables; or an object with T5X's `as_logical_axes()`. A state without its boxes is
-            recognized by the paths and shapes of its arrays if this partitioner has planned it: so
-            `plan.init(...)` and the result of a step can be passed too.
-
-        Raises:
-          ValueError: with the path of the first array whose layout the rules do not decide, or
-            whose size its mesh axes do not divide.
-        """
-        raise NotImplementedError
-
     def get_logical_axes(self, train_state: Any) -> Any:
         """The state with AxisNames for leaves, by T5X's name."""
         return get_logical_axes(train_state)
 
     def get_mesh_axes(self, train_state: Any) -> Any:
-        """The state with a PartitionSpec for every array, by T5X's name."""
-        return self.resolve(train_state).specs
-
-    def get_shardings(self, train_state: Any) -> Any:
-        """The state with a NamedSharding for every array."""
-        return self.resolve(train_state).shardings
+        """The state with a PartitionSpec for every array, by T5X's name: `plan(state).specs`."""
+        return self._plan_state(train_state).specs
 
     # Functions.
 
@@ -363,8 +344,8 @@ class BasePartitioner(PartitionerObject, abc.ABC):
     def partition(
         self,
         fn: Callable[..., Any],
-        in_axis_resources: Any,
-        out_axis_resources: Any,
+        in_shardings: Any = MISSING,
+        out_shardings: Any = MISSING,
         *args: Any,
         **settings: Any,
     ) -> PartitionedCallable:

@@ -13,6 +13,7 @@ from partitioning.hardware.compilers import check_memory, own_compiler_errors
 from partitioning.layout import LocalChunker
 from partitioning.mesh import MeshConfig
 from partitioning.partitioner.base import BasePartitioner
+from partitioning.partitioner.t5x_settings import MISSING, either_name
 from partitioning.plan import Plan
 from partitioning.programs.boundary import PartitionSettings
 from partitioning.programs.partitioned_function import (
@@ -42,7 +43,7 @@ class BasePjitPartitioner(BasePartitioner):
         # An AbstractMesh has what plans and specs need; check_has_devices refuses everything else.
         return source.build() if isinstance(source, MeshConfig) else cast(Mesh, source)
 
-    def resolve(self, train_state: Any) -> Plan:
+    def _plan_state(self, train_state: Any) -> Plan:
         raise ValueError(
             f'{type(self).__name__} has no logical axis rules to lay out a state: use '
             'PjitPartitioner'
@@ -51,22 +52,24 @@ class BasePjitPartitioner(BasePartitioner):
     def partition(
         self,
         fn: Callable[..., Any],
-        in_axis_resources: Any,
-        out_axis_resources: Any,
+        in_shardings: Any = MISSING,
+        out_shardings: Any = MISSING,
         static_argnums: int | Sequence[int] = (),
         donate_argnums: int | Sequence[int] = (),
         *,
         on_recompile: OnRecompile = 'allow',
         compiler_options: Mapping[str, OptionValue] | None = None,
+        in_axis_resources: Any = MISSING,
+        out_axis_resources: Any = MISSING,
     ) -> PartitionedCallable:
         """Partitions a function over the mesh.
 
         Args:
           fn: the function.
-          in_axis_resources: for each positional argument a pytree of PartitionSpecs, Shardings or
-            None, which replicates; it may be a prefix of the argument. Static arguments have no
-            entry. UNCONSTRAINED dimensions keep the layout that the argument has.
-          out_axis_resources: the same for the result; XLA chooses the layout of UNCONSTRAINED
+          in_shardings: for each positional argument a pytree of PartitionSpecs, Shardings or None,
+            which replicates; it may be a prefix of the argument. Static arguments have no entry.
+            UNCONSTRAINED dimensions keep the layout that the argument has.
+          out_shardings: the same for the result; XLA chooses the layout of UNCONSTRAINED
             dimensions.
           static_argnums: the positions of compile-time constants.
           donate_argnums: the positions of arguments whose buffers the result may reuse.
@@ -75,14 +78,18 @@ class BasePjitPartitioner(BasePartitioner):
           compiler_options: the options with which the function is always compiled, by name, as
             `jax.jit` takes them; `option_values(default_options(mesh.devices.flat))` has the
             options of the chip. jax refuses to call such a function inside another jitted function.
+          in_axis_resources, out_axis_resources: T5X's names of `in_shardings` and `out_shardings`.
 
         Raises:
-          ValueError: if a setting does not fit the signature of the function.
+          ValueError: if a setting does not fit the signature of the function, or if an argument is
+            given by both of its names.
         """
+        ins = either_name('in_shardings', in_shardings, 'in_axis_resources', in_axis_resources)
+        outs = either_name('out_shardings', out_shardings, 'out_axis_resources', out_axis_resources)
         settings = PartitionSettings(
             fn=fn,
-            in_axis_resources=in_axis_resources,
-            out_axis_resources=out_axis_resources,
+            in_shardings=self._with_batch(ins),
+            out_shardings=self._with_batch(outs),
             static_argnums=static_argnums,
             donate_argnums=donate_argnums,
             on_recompile=on_recompile,
@@ -93,6 +100,10 @@ class BasePjitPartitioner(BasePartitioner):
         )
         function.partitioner = self
         return function
+
+    def _with_batch(self, shardings: Any) -> Any:
+        """The shardings of a function, in which a subclass may replace what means the batch."""
+        return shardings
 
     def compile(
         self,

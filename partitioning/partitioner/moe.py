@@ -14,7 +14,8 @@ from partitioning.hardware import HardwareMesh
 from partitioning.mesh import MeshConfig
 from partitioning.mesh.validation import check_count
 from partitioning.partitioner.pjit import PjitPartitioner
-from partitioning.programs.partitioned_function import PartitionedCallable
+from partitioning.partitioner.settings import LayoutSetting
+from partitioning.plan import Plan
 from partitioning.rules import (
     AxisNames,
     LogicalAxisRules,
@@ -37,14 +38,14 @@ class MoePjitPartitioner(PjitPartitioner):
     Args:
       num_expert_partitions: the size of the 'expert' axis, which is taken out of the data axis. If
         the data axis is smaller, 'expert' takes all of it.
-      num_partitions, model_parallel_submesh, params_on_devices, logical_axis_rules, backend: see
-        PjitPartitioner.
+      num_partitions, model_parallel_submesh, params_on_devices, logical_axis_rules, backend: T5X's
+        arguments; see `T5xSettings`.
       state_filter_fn: for states with T5X's `as_logical_axes()`, whether the statistic at a path of
         the optimizer's state, 'mlp/expert/wi/kernel/v_row', has 'expert' as its first logical axis.
         The default selects the factored statistics of T5X's Adafactor. In other states the
         statistics follow their parameters.
-      **settings: the keyword arguments of PjitPartitioner except `mesh`, which a MeshConfig with
-        `num_expert_partitions` can replace: PjitPartitioner(mesh=MeshConfig.from_t5x(...)).
+      layout: see PjitPartitioner. For another mesh, write
+        PjitPartitioner(MeshConfig.from_t5x(..., num_expert_partitions=8)).
 
     Raises:
       ValueError: if the sizes of the two axes do not divide each other, and as PjitPartitioner.
@@ -59,51 +60,36 @@ class MoePjitPartitioner(PjitPartitioner):
         logical_axis_rules: LogicalAxisRules | None = None,
         state_filter_fn: Callable[[str], bool] | None = None,
         *,
+        layout: LayoutSetting | None = None,
         backend: str | None = None,
-        **settings: Any,
     ):
         check_count(num_expert_partitions, 'num_expert_partitions')
-        if 'mesh' in settings:
-            raise ValueError(
-                'MoePjitPartitioner makes its own mesh; write PjitPartitioner(mesh='
-                'MeshConfig.from_t5x(num_partitions=..., num_expert_partitions=...)) instead'
-            )
+        mesh = MeshConfig.from_t5x(
+            num_partitions=num_partitions,
+            model_parallel_submesh=model_parallel_submesh,
+            backend=backend,
+            num_expert_partitions=num_expert_partitions,
+        )
         super().__init__(
+            mesh,
+            layout,
             params_on_devices=params_on_devices,
             logical_axis_rules=logical_axis_rules,
-            mesh=MeshConfig.from_t5x(
-                num_partitions=num_partitions,
-                model_parallel_submesh=model_parallel_submesh,
-                backend=backend,
-                num_expert_partitions=num_expert_partitions,
-            ),
-            **settings,
         )
         self._num_expert_partitions = num_expert_partitions
         self._state_filter_fn = state_filter_fn
 
     def get_logical_axes(self, train_state: Any) -> Any:
         axes = super().get_logical_axes(train_state)
-        if self._plan is not None or not says_itself(train_state):
+        if isinstance(self._layout, Plan) or not says_itself(train_state):
             return axes
         return _with_experts(axes, train_state, self._state_filter_fn)
 
     def _said_axes(self, train_state: Any) -> Any:
         return self.get_logical_axes(train_state) if says_itself(train_state) else None
 
-    def partition(
-        self,
-        fn: Callable[..., Any],
-        in_axis_resources: Any,
-        out_axis_resources: Any,
-        *args: Any,
-        **settings: Any,
-    ) -> PartitionedCallable:
-        resources = (
-            _with_batch_spec(entry, self.data_partition_spec)
-            for entry in (in_axis_resources, out_axis_resources)
-        )
-        return super().partition(fn, *resources, *args, **settings)
+    def _with_batch(self, shardings: Any) -> Any:
+        return _with_batch_spec(shardings, self.data_partition_spec)
 
 
 def standard_logical_axis_rules(

@@ -1,25 +1,24 @@
-"""Checks the settings of partitioners, derives rules from them, and describes them as text.
-
-`PartitionerObject` is a partitioner as a Python object: its repr, its copies and pickles, and T5X's
-attributes.
-"""
+"""The mesh and the layout of a partitioner: what each may be, and the rules that follow."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import logging
-import textwrap
-from collections.abc import Collection, Mapping
-from typing import Any, Self, cast, get_args
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, cast, get_args, runtime_checkable
 
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from partitioning.mesh import MeshConfig, describe_devices
+from partitioning.hardware import Topology
+from partitioning.mesh import MeshConfig
+from partitioning.partitioner.t5x_settings import given_for_mesh
 from partitioning.plan import Plan
 from partitioning.plan.layouts import (
     LayoutWord,
     PartitionRules,
+    RuleLayout,
     check_partition_rules,
 )
 from partitioning.rules import (
@@ -34,191 +33,32 @@ from partitioning.rules import (
     nearest,
 )
 
+# What a mesh is made from, and what can describe that.
 AnyMesh = Mesh | AbstractMesh | MeshConfig
+MeshSetting = AnyMesh | Mapping[str, int] | Topology | str | int
 
 
-class T5xSetting:
-    """A read-only attribute for a setting, with the name that T5X gives it."""
+@runtime_checkable
+class LaysOutStates(Protocol):
+    """A layout that is made for each state, such as `compat.pytorch.ShardingPlan`."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, partitioner: Any, owner: type | None = None) -> Any:
-        if partitioner is None:
-            return self
-        settings = vars(partitioner).get('_t5x_settings', {})
-        return vars(partitioner).get(self._name, settings.get(self._name.removeprefix('_')))
-
-    def __set__(self, partitioner: Any, value: Any) -> None:
-        if '_t5x_settings' not in vars(partitioner):  # a subclass that makes its own mesh
-            vars(partitioner)[self._name] = value
-            return
-        raise AttributeError(
-            f'{self._name}={value!r} would have no effect, because the mesh is already determined: '
-            f'make another {type(partitioner).__name__}({self._name.removeprefix("_")}={value!r})'
-        )
+    def plan_state(self, state: Any, mesh: Any, rules: AxisRules, /) -> Plan:
+        """The plan of the parameters of a state; names in it are resolved by the rules."""
 
 
-class PartitionerObject:
-    """The behaviour of a partitioner as a Python object: its attributes, repr, and copies."""
+@runtime_checkable
+class StandsForLayout(Protocol):
+    """A value that stands for another layout, such as the result of `suggest_rules`."""
 
-    _mesh_source: AnyMesh
-    _t5x_settings: dict[str, Any]
-    # The names of the class's cached properties, and of the ones that were assigned: subclasses of
-    # T5X's partitioners assign some.
-    _cached_properties: frozenset[str] = frozenset()
-    _assigned: frozenset[str] = frozenset()
-
-    _num_partitions = T5xSetting()
-    _model_parallel_submesh = T5xSetting()
-    _backend = T5xSetting()
-    _ici_mesh_shape = T5xSetting()
-    _dcn_mesh_shape = T5xSetting()
-
-    @property
-    def mesh_source(self) -> AnyMesh:
-        """What the mesh is made from: a MeshConfig, or the mesh itself.
-
-        A MeshConfig can describe other machines, for which `mesh` would raise. If a subclass makes
-        its own mesh, or a mesh was assigned, the source is that mesh.
-        """
-        if 'mesh' in self._assigned or self._maker_of_mesh is not None:
-            return self.mesh  # type: ignore[attr-defined]
-        return self._mesh_source
-
-    @property
-    def _maker_of_mesh(self) -> type | None:
-        """The class that makes the mesh, or None if it is a class of this package."""
-        [by, *_] = (cls for cls in type(self).__mro__ if 'mesh' in vars(cls))
-        return None if by.__module__.startswith('partitioning.') else by
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls._cached_properties = frozenset(
-            name
-            for name in dir(cls)
-            if isinstance(getattr(cls, name, None), functools.cached_property)
-        )
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-        # A cached property stores its own value without this method.
-        if name in self._cached_properties:
-            object.__setattr__(self, '_assigned', self._assigned | {name})
-
-    def _forget(self, kept: Collection[str] = ()) -> None:
-        """Forgets every cached value except those in `kept`; assigned values stay."""
-        for name in self._cached() - {*kept}:
-            del vars(self)[name]
-
-    def _cached(self) -> set[str]:
-        return {*vars(self)} & self._cached_properties - self._assigned
-
-    def __copy__(self) -> Self:
-        other = object.__new__(type(self))
-        vars(other).update(vars(self))
-        return other
-
-    def __deepcopy__(self, memo: Any) -> Self:
-        return self.__copy__()  # everything that a partitioner holds is immutable
-
-    def __getstate__(self) -> dict[str, Any]:
-        computed = {*self._cached(), '_boxed_states'}  # boxes may hold a mesh
-        held = {name: value for name, value in vars(self).items() if name not in computed}
-        for mesh in held.values():
-            if isinstance(mesh, Mesh):
-                raise ValueError(
-                    f'this {type(self).__name__} holds the devices of its mesh '
-                    f'{describe_axes(mesh)}, which cannot be pickled: make it with '
-                    f'mesh=MeshConfig(axes={dict(mesh.shape)}) in place of the Mesh'
-                )
-        return held
-
-    def __repr__(self) -> str:
-        rows = self._description()
-        width = max(len(name) for name, _ in rows)
-        indent = ' ' * (width + 4)
-        lines = [type(self).__name__]
-        for name, text in rows:
-            first = f'  {name:<{width}}  '
-            lines += textwrap.wrap(
-                text,
-                width=96,
-                initial_indent=first,
-                subsequent_indent=indent,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-        return '\n'.join(lines)
-
-    def _description(self) -> list[tuple[str, str]]:
-        """The lines of the repr, each as a name and a text."""
-        mesh = self._mesh_without_building()
-        if mesh is None:
-            by = self._maker_of_mesh
-            made = repr(self._mesh_source) if by is None else f'made by {by.__name__}.mesh'
-            return [('mesh', f'not built yet: {made}')]
-        axes = ' x '.join(
-            f'{name} {size}' + (f' ({kind.name})' if kind != AxisType.Auto else '')
-            for (name, size), kind in zip(mesh.shape.items(), mesh.axis_types, strict=True)
-        )
-        if isinstance(mesh, AbstractMesh):
-            return [('mesh', f'{axes}, an AbstractMesh without devices')]
-        return [('mesh', f'{axes}, {describe_devices(mesh)}')]
-
-    def _mesh_without_building(self) -> Mesh | AbstractMesh | None:
-        """The mesh if it is built, or else None: building it may take long, or fail."""
-        mesh = vars(self).get('mesh', vars(self).get('_mesh_source'))
-        return None if isinstance(mesh, MeshConfig) else mesh
+    def as_layout(self) -> LayoutSetting:
+        """The other layout."""
 
 
-def choose_mesh_source(mesh: AnyMesh | None, t5x_settings: dict[str, Any]) -> AnyMesh:
-    """The mesh or its description, from the arguments of a partitioner."""
-    if mesh is None:
-        settings = {name: value for name, value in t5x_settings.items() if value is not None}
-        if settings.keys() == {'num_partitions'}:
-            return _mesh_of_partitions(**settings)
-        return MeshConfig.from_t5x(**settings)
-    if not isinstance(mesh, Mesh | AbstractMesh | MeshConfig):
-        raise ValueError(
-            f'mesh={mesh!r} must be a MeshConfig, a jax.sharding.Mesh or an AbstractMesh, such as '
-            "MeshConfig(axes={'data': -1, 'model': 2})"
-        )
-    if given := [name for name, value in t5x_settings.items() if value is not None]:
-        raise ValueError(f'mesh= already determines {", ".join(given)}; remove {", ".join(given)}')
-    return mesh
-
-
-_mesh_of_partitions = functools.lru_cache(maxsize=64, typed=True)(MeshConfig.from_t5x)
-
-
-def settings_of_t5x(mesh: AnyMesh | None, given: dict[str, Any]) -> dict[str, Any]:
-    """T5X's settings and their values; with `mesh=`, `num_partitions` is the size of 'model'."""
-    if mesh is None:
-        return given
-    if not isinstance(mesh, MeshConfig):
-        return {'num_partitions': axis_sizes(mesh).get('model', 1)}
-    sizes = [dict(axes or ()).get('model', 1) for axes in (mesh.axes, mesh.dcn)]
-    tile = mesh.model_parallel_submesh
-    return {
-        'num_partitions': None if tile or -1 in sizes else sizes[0] * sizes[1],
-        'model_parallel_submesh': tile,
-        'backend': mesh.backend,
-    }
-
-
-def describe_rules(rules: Any) -> str:
-    """Rules in their order: `batch -> data; mlp, heads -> model; kv -> replicated`."""
-    groups = (
-        f'{", ".join(name for name, _ in alike)} -> {" x ".join(as_tuple(axes)) or "replicated"}'
-        for axes, alike in itertools.groupby(rules, key=lambda rule: rule[1])
-    )
-    return '; '.join(groups) or 'none'
-
+# A layout that does not consist of logical axis rules.
+OtherLayout = LayoutWord | RuleLayout | Plan | LaysOutStates
+LayoutSetting = LogicalAxisRules | PartitionRules | OtherLayout | StandsForLayout
 
 _LOGGER = logging.getLogger(__name__)
-LayoutSetting = LayoutWord | PartitionRules
-
 _WORDS = get_args(LayoutWord)
 # The names that models give the batch. A layout word shards these logical axes of activations.
 _BATCH_NAMES = ('batch', 'activation_batch')
@@ -226,34 +66,156 @@ _BATCH_NAMES = ('batch', 'activation_batch')
 _DATA_AXES = ('replica', 'data', 'fsdp', 'dp', 'batch', 'expert')
 
 
-def check_layout(
-    layout: Any, settings: Mapping[str, Any], with_words: Mapping[str, Any]
-) -> LayoutSetting | None:
-    """Checks the setting `layout`; partition rules are returned as (regular expression, mesh axes).
-
-    Any layout replaces the settings of the partitioner in `settings`, and a word replaces
-    `with_words` too.
+def read_mesh(mesh: MeshSetting | None, t5x_settings: Mapping[str, Any]) -> AnyMesh:
+    """The mesh or its description, from the arguments of a partitioner.
 
     Raises:
-      ValueError: if the layout is malformed, or if a setting that it replaces is given.
+      ValueError: if no setting decides the mesh, or if two settings contradict each other.
     """
+    given = given_for_mesh(t5x_settings)
+    if isinstance(mesh, int) and not isinstance(mesh, bool):  # T5X's first argument
+        if 'num_partitions' in given:
+            raise ValueError(
+                f'{mesh} and num_partitions={given["num_partitions"]} are given: keep one'
+            )
+        mesh, given = None, {'num_partitions': mesh, **given}
+    if mesh is None:
+        if given.keys() == {'num_partitions'}:
+            return _mesh_of_partitions(**given)
+        return MeshConfig.from_t5x(**given)
+    if isinstance(mesh, Mapping) and given.keys() <= {'backend'}:
+        return MeshConfig(axes=mesh, **given)
+    if given:
+        names = ', '.join(given)
+        raise ValueError(f'mesh= already determines {names}; remove {names}, or mesh=')
+    if isinstance(mesh, Mesh | AbstractMesh | MeshConfig):
+        return mesh
+    if isinstance(mesh, Topology):
+        return MeshConfig(axes=_USUAL_AXES, slice_axis='replica', devices=mesh.devices)
+    if isinstance(mesh, str) and mesh not in _WORDS and '=' not in mesh:
+        return MeshConfig(axes=_USUAL_AXES, slice_axis='replica', topology=mesh)
+    if is_layout(mesh):
+        raise ValueError(f'{_short(mesh)} is a layout, not a mesh: write layout={_short(mesh)}')
+    raise ValueError(
+        f'mesh={_short(mesh)} must be a jax Mesh or AbstractMesh, axis sizes such as '
+        "{'data': -1, 'model': 2}, a MeshConfig, or a machine such as 'v5p:4x4x4'"
+    )
+
+
+_USUAL_AXES = {'data': -1, 'model': 1}
+_mesh_of_partitions = functools.lru_cache(maxsize=64, typed=True)(MeshConfig.from_t5x)
+
+
+def default_mesh_of(layout: OtherLayout | None) -> MeshSetting | None:
+    """The mesh of a layout if none is given: that of a plan, or else all devices on 'data'."""
+    if isinstance(layout, Plan):
+        mesh = layout.mesh
+        return mesh if isinstance(mesh, Mesh | AbstractMesh) else dict(axis_sizes(mesh))
+    return None if layout is None else 1
+
+
+def is_layout(x: Any) -> bool:
+    """Whether a value can be the argument `layout`; it need not be valid."""
+    if isinstance(x, Plan | RuleLayout | AxisRules | LaysOutStates | StandsForLayout):
+        return True
+    if isinstance(x, str):
+        return x in _WORDS
+    pairs = isinstance(x, list | tuple) and all(isinstance(r, list | tuple) for r in x)
+    return bool(x) and pairs and all(len(r) == 2 and isinstance(r[0], str) for r in x)
+
+
+def read_layout(
+    layout: Any, rules: LogicalAxisRules | None
+) -> tuple[OtherLayout | None, AxisRules | None]:
+    """The layout of states if it is not by rules, and the rules, from a partitioner's arguments.
+
+    Args:
+      layout: the argument `layout`.
+      rules: T5X's `logical_axis_rules`.
+
+    Raises:
+      ValueError: if one is malformed, or if they contradict each other.
+    """
+    given = None if rules is None else AxisRules(rules)
     if layout is None:
-        return None
+        return None, given
+    if isinstance(layout, StandsForLayout):
+        layout = layout.as_layout()
     if isinstance(layout, str):
         if layout not in _WORDS:
+            instead = f'. Write Plan.load({layout!r})' if layout.endswith('.json') else ''
+            raise ValueError(f'{_must_be(layout)}{instead or nearest(layout, _WORDS)}')
+        _check_no_rules(f'layout={layout!r}', given)
+        return cast(LayoutWord, layout), None
+    if isinstance(layout, Mesh | AbstractMesh | MeshConfig | Topology):
+        raise ValueError(f'layout={_short(layout)} is a mesh: write mesh=')
+    if isinstance(layout, Plan | RuleLayout | LaysOutStates):
+        _check_only_activations(layout, given)
+        return layout, given
+    if not isinstance(layout, Iterable) or isinstance(layout, Mapping | set | frozenset):
+        raise ValueError(_must_be(layout))
+    pairs = layout if isinstance(layout, AxisRules) else tuple(layout)
+    rules_of_specs = (rule[1:] for rule in pairs if isinstance(rule, tuple | list))
+    if any(isinstance(x, PartitionSpec) for values in rules_of_specs for x in values):
+        _check_only_activations(made := by_partition_rules(pairs), given)
+        return made, given
+    _check_not_paths(pairs)
+    _check_no_rules('layout=', given)
+    return None, AxisRules(pairs)
+
+
+def by_partition_rules(rules: PartitionRules, policies: AxisRules | None = None) -> RuleLayout:
+    """The layout of partition rules, with the policies of other rules."""
+    policies = AxisRules(()) if policies is None else policies
+    return RuleLayout(check_partition_rules(rules), policies)
+
+
+def _check_not_paths(rules: Sequence[Any]) -> None:
+    """Raises ValueError if rules without a PartitionSpec begin with regular expressions."""
+    for rule in rules:
+        name = rule[0] if isinstance(rule, tuple | list) and rule else None
+        if isinstance(name, str) and re.search(r'[*|$^(\\[]', name):
             raise ValueError(
-                f"layout={layout!r} must be 'fsdp', 'data_parallel' or partition rules such as "
-                f"[('.*/kernel', PartitionSpec('data')), ...].{nearest(layout, _WORDS)}"
+                f'layout has the rule {rule!r}, but {name!r} is not a logical axis. For names by '
+                'path write AxisRules(names=[...]); for mesh axes by path write '
+                f'({name!r}, PartitionSpec(...))'
             )
-        settings = {**settings, **with_words}
-        checked, shown = cast(LayoutSetting, layout), f'layout={layout!r}'
-    else:
-        checked, shown = check_partition_rules(layout), 'layout='
-    _check_absent(shown, settings, ' or layout')
-    return checked
 
 
-def activation_rules(layout: LayoutSetting, mesh: MeshLike, policies: AxisRules) -> AxisRules:
+def _check_no_rules(by: str, rules: AxisRules | None) -> None:
+    if rules is not None:
+        raise ValueError(
+            f'{by} already determines what logical_axis_rules would: remove logical_axis_rules '
+            'or layout'
+        )
+
+
+def _check_only_activations(layout: Any, rules: AxisRules | None) -> None:
+    """Rules next to a layout of the whole state have no names and nothing for the optimizer."""
+    for name in ('names', 'optimizer'):
+        given = getattr(rules, name, None)
+        if given is not None and (given or name == 'optimizer'):
+            raise ValueError(
+                f'layout={_short(layout)} already determines what {name}= of logical_axis_rules '
+                f'would: remove {name} or layout'
+            )
+
+
+def _must_be(layout: Any) -> str:
+    return (
+        f"layout={_short(layout)} must be 'fsdp', 'data_parallel', logical axis rules such as "
+        "[('embed', 'data'), ...], partition rules such as [('.*/kernel', PartitionSpec('data')), "
+        '...], or a Plan'
+    )
+
+
+def _short(x: Any) -> str:
+    """A value in a message, or its type if its repr is long."""
+    shown = repr(x)
+    return shown if len(shown) <= 80 and '\n' not in shown else f'<{type(x).__name__}>'
+
+
+def activation_rules(layout: OtherLayout | None, mesh: MeshLike, policies: AxisRules) -> AxisRules:
     """The rules for activations if the user gives none.
 
     Under a word every mesh axis shards the batch, and all other dimensions are replicated, whatever
@@ -265,30 +227,23 @@ def activation_rules(layout: LayoutSetting, mesh: MeshLike, policies: AxisRules)
         axes = tuple(axis for axis in sizes if sizes[axis] > 1) or tuple(sizes)[:1]
         rules: list[tuple[str, MeshAxes]] = [(name, from_tuple(axes)) for name in _BATCH_NAMES]
         return AxisRules(rules, on_unmatched='replicate')
+    if layout is None:
+        return policies.with_rules(())
     known = tuple(axis for axis in sizes if axis in _DATA_AXES)
     return policies.with_rules([('batch', from_tuple(known))] if known else ())
 
 
-def check_plan(plan: Any, settings: dict[str, Any]) -> None:
-    """Raises ValueError if `plan` is not a Plan, or if settings that it replaces are given too."""
-    if plan is None:
-        return
-    if not isinstance(plan, Plan):
-        raise ValueError(
-            f'plan= takes a Plan, not a {type(plan).__name__}: pass Plan.load(path) or the '
-            'result of resolve'
-        )
-    _check_absent('plan=', settings)
-
-
-def _check_absent(by: str, settings: Mapping[str, Any], instead: str = '') -> None:
-    """Raises ValueError if a setting is given that `by` already determines."""
-    if given := ', '.join(name for name, value in settings.items() if value):
-        raise ValueError(f'{by} already determines what {given} would: remove {given}{instead}')
+def describe_rules(rules: Any) -> str:
+    """Rules in their order: `batch -> data; mlp, heads -> model; kv -> replicated`."""
+    groups = (
+        f'{", ".join(name for name, _ in alike)} -> {" x ".join(as_tuple(axes)) or "replicated"}'
+        for axes, alike in itertools.groupby(rules, key=lambda rule: rule[1])
+    )
+    return '; '.join(groups) or 'none'
 
 
 def check_batch_rule(
-    rules: LogicalAxisRules, mesh: Mesh | AbstractMesh, layout: LayoutSetting | None
+    rules: LogicalAxisRules, mesh: Mesh | AbstractMesh, layout: OtherLayout | None
 ) -> None:
     """Raises ValueError if the batch has no rule by mistake, and warns if that may be on purpose.
 

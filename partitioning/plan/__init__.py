@@ -21,7 +21,7 @@ from partitioning.plan.by_rules import (
 )
 from partitioning.plan.difference import (
     PlanDiff as PlanDiff,
-    diff as diff,
+    plan_diff as plan_diff,
 )
 from partitioning.plan.findings import (
     Finding as Finding,

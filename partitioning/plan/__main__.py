@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from partitioning.plan import Plan, diff
+from partitioning.plan import Plan, plan_diff
 from partitioning.untrusted_text import printable
 
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if after is None:
         print(printable(str(plan)))
         return 0
-    changes = diff(plan, after)
+    changes = plan_diff(plan, after)
     print(printable(str(changes)))
     return int(bool(changes))
 

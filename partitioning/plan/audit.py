@@ -252,7 +252,7 @@ def check_fixed_point(state: Any, shardings: Any) -> None:
             if not held.is_equivalent_to(expected, array.ndim):
                 raise ValueError(
                     f'{where} of shape {array.shape} is laid out as {sharding_str(held)}, but the '
-                    f'plan says {sharding_str(expected)}: pass plan.specs as out_axis_resources '
+                    f'plan says {sharding_str(expected)}: pass plan.specs as out_shardings '
                     'when you partition the function that makes this state'
                 )
 

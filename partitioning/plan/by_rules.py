@@ -217,7 +217,7 @@ def build_plan(
     try:
         # Under 'replicate', arrays may lack names.
         of_walk = (lambda path, problem: None) if replicate else report
-        tree = walk(state, rules.overrides, of_walk, said=said)
+        tree = walk(state, rules.rules.names, of_walk, said=said)
     except NoNamesError:
         if not replicate:
             raise
@@ -271,8 +271,8 @@ class _RuleBuilder(PlanBuilder):
         }
 
     def resolve(self, role: Role, parameter: Parameter) -> Decision:
-        separate = role == 'optimizer' and self.rules.optimizer_rules is not None
-        rules = self.rules.optimizer_rules if separate else self.rules.rules
+        separate = role == 'optimizer' and self.rules.rules.optimizer is not None
+        rules = self.rules.rules.optimizer if separate else self.rules.rules
         assert rules is not None
         if parameter.rules:
             rules = rules.with_rules((*parameter.rules, *rules))
@@ -297,7 +297,9 @@ class _RuleBuilder(PlanBuilder):
                 f'{describe_axes(self.mesh)}'
             )
             problems = (*problems, Problem('conflict', message))
-        return resolved, _with_note(problems, ' (by optimizer_axis_rules)' if separate else '')
+        return resolved, _with_note(
+            problems, ' (by the rules for the optimizer)' if separate else ''
+        )
 
     def nameless(self, leaf: Leaf) -> PlanRow | Unplanned:
         if leaf.said_none:
@@ -314,7 +316,7 @@ class _RuleBuilder(PlanBuilder):
                 f'follows no parameter, so all of its {nbytes(leaf.array):,} bytes would be on '
                 f'each of the {math.prod(axis_sizes(self.mesh).values())} devices '
                 f'({describe_axes(self.mesh)}).{alike} To replicate on purpose, add to '
-                f'params_axes_names_override {replicating_rules(self._large, texts)[1:-1]}, with '
+                f'AxisRules(names=...) {replicating_rules(self._large, texts)[1:-1]}, with '
                 "names in place of None to shard; or write only layout='fsdp'"
             )
             self.report('/'.join(leaf.path), Problem('names', message))

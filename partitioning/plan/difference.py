@@ -92,7 +92,7 @@ class PlanDiff:
         ]
 
 
-def diff(before: Plan, after: Plan) -> PlanDiff:
+def plan_diff(before: Plan, after: Plan) -> PlanDiff:
     """What changes from one plan to another, except names and reasons.
 
     Raises:

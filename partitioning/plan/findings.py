@@ -54,8 +54,8 @@ def rule_findings(
     # Each set of rules, with its noun and the roles of the arrays that it lays out.
     sets: list[tuple[str, AxisRules, Sequence[str]]]
     sets = [('rule', rules.rules, ('parameters', 'optimizer', 'other'))]
-    if rules.optimizer_rules is not None:
-        of_optimizer = ('optimizer rule', rules.optimizer_rules, ('optimizer',))
+    if rules.rules.optimizer is not None:
+        of_optimizer = ('optimizer rule', rules.rules.optimizer, ('optimizer',))
         sets = [of_optimizer, ('rule', rules.rules, ('parameters', 'other'))]
     for noun, of_roles, roles in sets:
         found = [*_of_rules(noun, of_roles, sizes)]
@@ -69,7 +69,7 @@ def rule_findings(
 
 def row_findings(rows: Sequence[PlanRow], rules: RuleSet | None) -> Iterator[Finding]:
     """Arrays without names, and dimensions that a policy decided."""
-    separate = rules is not None and rules.optimizer_rules is not None
+    separate = rules is not None and rules.rules.optimizer is not None
     for row in rows:
         if any(d.reason == NO_NAMES for d in row.dimensions):
             message = f'this array of shape {row.shape} has no names, so it is replicated'

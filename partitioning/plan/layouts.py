@@ -42,6 +42,7 @@ from partitioning.rules import (
     as_tuple,
     axis_sizes,
     check_definite,
+    compiled,
     from_tuple,
     largest_divisor,
     num_shards,
@@ -51,8 +52,7 @@ from partitioning.rules import (
     sizes_that_fit,
 )
 from partitioning.rules.checks import axis_problems
-from partitioning.state import Path, PathRules, nbytes, shape_of
-from partitioning.state.path_names import compiled
+from partitioning.state import Path, nbytes, shape_of
 
 # The mesh axes of each dimension; a tuple or list can replace the spec.
 SpecEntries = PartitionSpec | Sequence[MeshAxes] | str | None
@@ -350,15 +350,11 @@ class RuleSet:
     """The rules of a partitioner.
 
     Attributes:
-      rules: the logical axis rules.
-      optimizer_rules: the rules for the optimizer's state; None if they are the same.
-      overrides: path rules that name parameters.
+      rules: the logical axis rules, with their policies, names and rules for the optimizer.
       layout: lays out states instead of the rules, which then lay out only activations.
       are_defaults: whether the user chose no rules, so that unused ones are no surprise.
     """
 
     rules: AxisRules
-    optimizer_rules: AxisRules | None = None
-    overrides: PathRules = ()
     layout: Layout | None = None
     are_defaults: bool = False

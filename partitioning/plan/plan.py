@@ -118,7 +118,7 @@ class Plan:
         if not isinstance(self.mesh, Mesh | AbstractMesh):
             raise ValueError(
                 'this plan has the sizes of its mesh axes but no mesh: use '
-                'PjitPartitioner(mesh=mesh, plan=plan).plan(init, key)'
+                'PjitPartitioner(mesh, plan).plan(init, key)'
             )
         sharding = functools.cache(functools.partial(NamedSharding, self.mesh))
         return self._tree().map(lambda x: sharding(boundary_spec(x.spec) or PartitionSpec()))
@@ -319,7 +319,7 @@ class Plan:
         if self.tree is None:
             raise ValueError(
                 'this plan lists arrays but does not know the structure of the state: use '
-                'PjitPartitioner(mesh=mesh, plan=plan).plan(init, key)'
+                'PjitPartitioner(mesh, plan).plan(init, key)'
             )
         return self.tree
 

@@ -26,8 +26,8 @@ class PartitionSettings:
     """The arguments of `BasePjitPartitioner.partition`."""
 
     fn: Callable[..., Any]
-    in_axis_resources: Any
-    out_axis_resources: Any
+    in_shardings: Any
+    out_shardings: Any
     static_argnums: int | Sequence[int] = ()
     donate_argnums: int | Sequence[int] = ()
     on_recompile: OnRecompile = 'allow'
@@ -37,8 +37,8 @@ class PartitionSettings:
         """The settings with the specs of shardings in place of the shardings; all must have one."""
         return dataclasses.replace(
             self,
-            in_axis_resources=_without_mesh(self.in_axis_resources),
-            out_axis_resources=_without_mesh(self.out_axis_resources),
+            in_shardings=_without_mesh(self.in_shardings),
+            out_shardings=_without_mesh(self.out_shardings),
         )
 
 
@@ -75,7 +75,7 @@ class Boundary:
 
 
 class Argument(NamedTuple):
-    """One argument of a call, with its entry in in_axis_resources."""
+    """One argument of a call, with its entry in in_shardings."""
 
     position: int
     name: str
@@ -104,12 +104,12 @@ def find_boundary(settings: PartitionSettings, mesh: Mesh) -> Boundary:
                 f'{arguments.function}: {arguments.name(i)} is in both static_argnums and '
                 'donate_argnums, but a constant has no buffer to donate: remove one'
             )
-    _check_entries(arguments, settings.in_axis_resources, static)
+    _check_entries(arguments, settings.in_shardings, static)
     return Boundary(
         arguments=arguments,
         mesh=mesh,
-        in_shardings=to_shardings(settings.in_axis_resources, mesh, allow_unconstrained=True),
-        out_shardings=to_shardings(settings.out_axis_resources, mesh, allow_unconstrained=True),
+        in_shardings=to_shardings(settings.in_shardings, mesh, allow_unconstrained=True),
+        out_shardings=to_shardings(settings.out_shardings, mesh, allow_unconstrained=True),
         static=static,
         donated=donated,
     )
@@ -149,7 +149,7 @@ def to_shardings(resources: Any, mesh: Mesh, *, allow_unconstrained: bool = Fals
 
 
 def _check_entries(arguments: Arguments, in_resources: Any, static: Sequence[int]) -> None:
-    """Checks that `in_axis_resources` has no entry without an argument that is not static.
+    """Checks that `in_shardings` has no entry without an argument that is not static.
 
     Entries may be missing: those arguments are passed by name, in the layout that they have.
     """
@@ -157,7 +157,7 @@ def _check_entries(arguments: Arguments, in_resources: Any, static: Sequence[int
         return
     if type(in_resources) is not tuple:
         raise ValueError(
-            f'{arguments.function}: in_axis_resources must be a tuple with one entry per '
+            f'{arguments.function}: in_shardings must be a tuple with one entry per '
             f'argument, not a {type(in_resources).__name__}; for one argument write (specs,)'
         )
     dynamic = [name for i, name in enumerate(arguments.positional) if i not in static]
@@ -165,7 +165,7 @@ def _check_entries(arguments: Arguments, in_resources: Any, static: Sequence[int
     if arguments.unlimited or count <= len(dynamic):
         return
     listed = f' ({", ".join(dynamic)})' if dynamic else ''
-    text = f'{arguments.function}: in_axis_resources has {count} entries, but there are '
+    text = f'{arguments.function}: in_shardings has {count} entries, but there are '
     text += f'{len(dynamic)} positional arguments for them{listed}'
     if static:
         constants = ', '.join(arguments.name(i) for i in static)

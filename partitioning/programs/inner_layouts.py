@@ -26,7 +26,7 @@ from partitioning.state.structures import match_by_path
 
 
 def is_resource(x: Any) -> bool:
-    """Whether a node of in_axis_resources or out_axis_resources is one resource."""
+    """Whether a node of in_shardings or out_shardings is one resource."""
     return x is None or isinstance(x, PartitionSpec | PaddedSpec | Sharding)
 
 

@@ -63,9 +63,9 @@ class PartitionedFunction(PjittedFnWithContext):
         gradient_rules: LogicalAxisRules | None = None,
     ):
         super().__init__(settings.fn, mesh, rules)
-        if isinstance(settings.in_axis_resources, list):
-            entries = tuple(settings.in_axis_resources)
-            settings = dataclasses.replace(settings, in_axis_resources=entries)
+        if isinstance(settings.in_shardings, list):
+            entries = tuple(settings.in_shardings)
+            settings = dataclasses.replace(settings, in_shardings=entries)
         self.settings = settings
         self.partitioner: Any = None
         self.boundary = boundary = find_boundary(settings, mesh)
@@ -80,8 +80,8 @@ class PartitionedFunction(PjittedFnWithContext):
         body = lay_out_inside(
             observe(settings.fn, self.trace_log),
             mesh,
-            settings.in_axis_resources,
-            settings.out_axis_resources,
+            settings.in_shardings,
+            settings.out_shardings,
             boundary.static,
         )
         self._use(body, boundary.in_shardings, boundary.out_shardings)

@@ -1,11 +1,15 @@
 """Resolves logical axis names to PartitionSpecs, with reasons, and checks axes and sizes.
 
 `checks` describes mesh axes and has every check of axes, ranks and sizes; `names` has logical
-axes, rules and the dimensions that they resolve to; `resolve` maps names to mesh axes, with
-policies for sizes that are not divisible, and leaves out the Manual axes of a shard_map;
-`standard` has ready-made rules.
+axes and the dimensions that they resolve to; `axis_rules` and `path_rules` are the rules; `resolve`
+maps names to mesh axes, with policies for sizes that are not divisible, and leaves out the Manual
+axes of a shard_map; `standard` has ready-made rules.
 """
 
+from partitioning.rules.axis_rules import (
+    AxisRules as AxisRules,
+    check_rules as check_rules,
+)
 from partitioning.rules.checks import (
     MeshAxes as MeshAxes,
     MeshLike as MeshLike,
@@ -39,7 +43,6 @@ from partitioning.rules.checks import (
 )
 from partitioning.rules.names import (
     AxisNames as AxisNames,
-    AxisRules as AxisRules,
     LogicalAxisRules as LogicalAxisRules,
     OnIndivisible as OnIndivisible,
     OnUnmatched as OnUnmatched,
@@ -49,11 +52,16 @@ from partitioning.rules.names import (
     Spec as Spec,
     add_axis as add_axis,
     boundary_spec as boundary_spec,
-    check_rules as check_rules,
     dimension_axes as dimension_axes,
     fill_unconstrained as fill_unconstrained,
     remove_axis as remove_axis,
     to_spec as to_spec,
+)
+from partitioning.rules.path_rules import (
+    PathNames as PathNames,
+    PathRules as PathRules,
+    check_path_rules as check_path_rules,
+    compiled as compiled,
 )
 from partitioning.rules.resolve import (
     apply_policies as apply_policies,

@@ -14,6 +14,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from partitioning.rules.axis_rules import AxisRules
 from partitioning.rules.checks import (
     MeshAxes,
     MeshLike,
@@ -30,7 +31,6 @@ from partitioning.rules.checks import (
     sizes_that_fit,
 )
 from partitioning.rules.names import (
-    AxisRules,
     LogicalAxisRules,
     OnIndivisible,
     OnUnmatched,

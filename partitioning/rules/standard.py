@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+from partitioning.rules.axis_rules import AxisRules, check_rules
 from partitioning.rules.checks import MeshAxes, as_tuple, from_tuple, nearest
-from partitioning.rules.names import AxisRules, LogicalAxisRules, check_rules
+from partitioning.rules.names import LogicalAxisRules
 
 _BATCH_AXES = ('replica', 'data', 'fsdp', 'expert')
 # The mesh axes that standard_logical_axis_rules can use.
@@ -108,9 +109,9 @@ def fsdp_logical_axis_rules(
 ) -> LogicalAxisRules:
     """`rules`, changed so that arrays are also sharded over the data axes.
 
-    As the `logical_axis_rules` of a partitioner they give fully sharded data parallelism (FSDP,
-    ZeRO stage 3). As its `optimizer_axis_rules`, next to the original rules for the parameters,
-    they give ZeRO stage 1. Arrays that have none of `names` are laid out as before.
+    As the layout of a partitioner they give fully sharded data parallelism (FSDP, ZeRO stage 3).
+    As `AxisRules(rules, optimizer=...)`, next to the original rules for the parameters, they give
+    ZeRO stage 1. Arrays that have none of `names` are laid out as before.
 
     Args:
       rules: rules in order of priority. Their policies are kept.

@@ -25,8 +25,6 @@ from partitioning.state.boxes import (
     with_boxes as with_boxes,
 )
 from partitioning.state.path_names import (
-    PathRules as PathRules,
-    check_path_rules as check_path_rules,
     override_params_axes_names as override_params_axes_names,
 )
 from partitioning.state.train_state import (

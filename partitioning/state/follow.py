@@ -133,7 +133,7 @@ def _nearest_path(path: Path, parameters: Sequence[Parameter]) -> Parameter:
 
 _FIX = (
     'put it in a flax.linen.LogicallyPartitioned with its own names, or name it in '
-    'params_axes_names_override'
+    'AxisRules(names=...)'
 )
 
 

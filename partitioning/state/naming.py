@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from partitioning.rules import ProblemError
+from partitioning.rules import PathRules, ProblemError
 from partitioning.state.boxes import (
     Entry,
     Parameter,
@@ -20,7 +20,6 @@ from partitioning.state.boxes import (
 )
 from partitioning.state.follow import Parameters
 from partitioning.state.path_names import (
-    PathRules,
     Texts,
     check_all_named,
     check_all_used,
@@ -80,7 +79,7 @@ def named_arrays(
             'needs none. If init adds names, pass partitioner.eval_shape(init, key), which keeps '
             'them; or create parameters with flax.linen.with_logical_partitioning(init, names) or '
             'nnx.Param(..., out_sharding=names); or name them by path: '
-            'params_axes_names_override=suggest_rules(init, mesh, key), or your own rules '
+            'layout=AxisRules(names=suggest_rules(init, mesh, key)), or names=your own rules '
             "[('.*/kernel', ('embed', 'mlp')), ...]"
         )
     if not overrides:
@@ -176,8 +175,8 @@ def _missing(entries: Sequence[Entry], known: NamedArrays) -> dict[Path, str]:
     message = (
         f'Missing axis names for parameters: {"/".join(first)} of shape {shapes[first]} '
         f'{f"and {len(others)} more have" if others else "has"} no names, but other parameters do. '
-        f'To replicate {them}, write params_axes_names_override='
-        f'{replicating_rules(shapes, texts)}, with names in place of None to shard {them}, as '
+        f'To replicate {them}, write layout=AxisRules(names='
+        f'{replicating_rules(shapes, texts)}), with names in place of None to shard {them}, as '
         "suggest_rules(init, mesh, key) does; or write only layout='fsdp'"
     )
     return {first: message} | {

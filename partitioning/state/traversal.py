@@ -14,6 +14,7 @@ import jax
 
 from partitioning.rules import (
     AxisNames,
+    PathRules,
     Problem,
     ProblemError,
     Report,
@@ -35,7 +36,6 @@ from partitioning.state.boxes import (
 )
 from partitioning.state.follow import Dims
 from partitioning.state.naming import NamedArrays, named_arrays
-from partitioning.state.path_names import PathRules
 
 Role = Literal['parameters', 'optimizer', 'other']
 
@@ -128,8 +128,8 @@ def walk(
     if exact is None and (said is not None or says_itself(state)):
         if overrides:
             raise ValueError(
-                'params_axes_names_override has no effect on a state that names its axes itself '
-                'with as_logical_axes(): remove one of the two'
+                'AxisRules(names=...) has no effect on a state that names its axes itself with '
+                'as_logical_axes(): remove one of the two'
             )
         return _as_it_says(state, state.as_logical_axes() if said is None else said)
     flat = flatten_state(state)

@@ -152,7 +152,7 @@ def _mesh_axes_note(shards: Shards) -> str:
     batch = tuple(axis for axis in shards.axes if axis not in shards.model_axes)
     return (
         'The standard rules do not know the axes of this mesh, so mesh axes stand in place of '
-        f"names: add logical_axis_rules=[('batch', {batch})]."
+        f"names: write AxisRules([('batch', {batch})], names=rules)."
     )
 
 

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 from partitioning.plan.layouts import check_partition_rules
 from partitioning.plan.rows import SMALL
 from partitioning.plan.tables import Table, count, shape_str, text_tables
-from partitioning.rules import spec_str
-from partitioning.state import check_path_rules, nbytes, shape_of
+from partitioning.rules import check_path_rules, spec_str
+from partitioning.state import nbytes, shape_of
 from partitioning.state.boxes import flatten_state
 from partitioning.state.naming import RuleTarget, rule_targets
 from partitioning.state.path_names import How, match_paths, why_unused
@@ -124,9 +124,8 @@ def explain_rules(state: Any, rules: Sequence[tuple[str, Any]]) -> RuleMatches:
 
     Args:
       state: a pytree of parameters or a train state, abstract or not, of any library.
-      rules: path rules, (regular expression, names) pairs, as a partitioner's
-        `params_axes_names_override` takes them; or partition rules, (regular expression,
-        PartitionSpec) pairs, as `PjitPartitioner.from_partition_rules` takes them.
+      rules: path rules, (regular expression, names) pairs, as `AxisRules(names=...)` takes them; or
+        partition rules, (regular expression, PartitionSpec) pairs, as PjitPartitioner does.
 
     Raises:
       ValueError: if a rule is malformed.

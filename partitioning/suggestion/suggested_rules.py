@@ -9,7 +9,7 @@ from typing import Any
 from partitioning.mesh import MeshConfig
 from partitioning.plan.by_rules import Shape, stacked_dimensions
 from partitioning.plan.rows import SMALL
-from partitioning.rules import MeshLike
+from partitioning.rules import AxisRules, MeshLike
 from partitioning.state import nbytes, shape_of
 from partitioning.suggestion.dimension_names import DimensionNames, Named, Shards, replicated
 from partitioning.suggestion.notes import Share, notes_on, share_of
@@ -33,7 +33,7 @@ class SuggestedRules(tuple):
     Usage:
       rules = suggest_rules(state, mesh)
       print(rules)  # Python code with comments
-      PjitPartitioner(params_axes_names_override=rules)
+      PjitPartitioner({'data': -1, 'model': 2}, rules)
 
     Args:
       rules: (regular expression, names) pairs.
@@ -59,6 +59,10 @@ class SuggestedRules(tuple):
 
     def __getnewargs__(self) -> tuple:
         return tuple(self), self.matches, self.notes, self.share
+
+    def as_layout(self) -> AxisRules:
+        """The layout by these names and the standard rules; see PjitPartitioner."""
+        return AxisRules(names=self)
 
     def __str__(self) -> str:
         lines = ['rules = [']

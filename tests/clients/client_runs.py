@@ -95,8 +95,7 @@ def suggested(init: Callable[[Any], Any]) -> Callable[[MeshConfig], PjitPartitio
     """A partitioner by the rules that are suggested for the state that `init` makes."""
 
     def partitioner(mesh: MeshConfig) -> PjitPartitioner:
-        rules = suggest_rules(init, mesh, KEY)
-        return PjitPartitioner(mesh=mesh, params_axes_names_override=rules)
+        return PjitPartitioner(mesh, suggest_rules(init, mesh, KEY))
 
     return partitioner
 
@@ -119,7 +118,7 @@ def partitioned_run(name: str, layout: str) -> tuple[list[float], float]:
     client = load(name)
     partitioner = _partitioner(client, layout)
     state, step, data_spec = client.partitioned(partitioner)
-    plan, losses = partitioner.resolve(state), []
+    plan, losses = partitioner.plan(state), []
     for rows in client.batches():
         batch = partitioner.to_global(rows, spec=data_spec)
         state, loss = step(state, batch)

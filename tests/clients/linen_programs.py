@@ -12,7 +12,7 @@ from client_runs import LENGTH, by_names, functional, image_batches, token_batch
 from flax.training import train_state
 from flax.training.train_state import TrainState
 
-from partitioning import PjitPartitioner
+from partitioning import AxisRules, PjitPartitioner
 
 VOCAB, WIDTH, HEADS, HIDDEN, CLASSES = 32, 16, 8, 32, 8
 logical = nn.with_logical_partitioning
@@ -123,7 +123,7 @@ def decoder_init(key):
 
 def decoder_partitioner(mesh):
     whole = [('DenseGeneral_0/bias', (None,)), ('RMSNorm_0/scale', (None,))]
-    return PjitPartitioner(mesh=mesh, params_axes_names_override=whole)
+    return PjitPartitioner(mesh, AxisRules(names=whole))
 
 
 LINEN_DECODER = functional(

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from partitioning import (
+    AxisRules,
     PjitPartitioner,
     Plan,
     TrainState,
@@ -97,7 +98,7 @@ def test_a_plan_of_a_file_traces_once_and_walks_once(walks, tmp_path, monkeypatc
     monkeypatch.setattr(pjit, 'build_plan', None)
     monkeypatch.setattr(by_rules, 'try_resolve', None)
     walks.calls, counted = 0, Counted(init)
-    plan, _ = flow(PjitPartitioner(2, logical_axis_rules=[('batch', 'data')], plan=loaded), counted)
+    plan, _ = flow(PjitPartitioner(2, loaded, logical_axis_rules=[('batch', 'data')]), counted)
     assert (counted.calls, walks.calls) == (1, 1)
     assert plan['params/Dense_0/kernel'].shard_shape == (4, 16)
 
@@ -105,7 +106,7 @@ def test_a_plan_of_a_file_traces_once_and_walks_once(walks, tmp_path, monkeypatc
 def test_init_makes_as_many_states_as_it_is_asked_for():
     """plan.init runs the traced program: init itself is not called again."""
     counted = Counted(lambda key: {'w': jax.random.normal(key, (8, 4)), 'step': jnp.int32(0)})
-    partitioner = PjitPartitioner(2, params_axes_names_override=[('w', ('embed', None))])
+    partitioner = PjitPartitioner(2, AxisRules(names=[('w', ('embed', None))]))
     plan = partitioner.plan(counted, jax.random.key(0))
     for seed in (0, 7):
         expected = jax.random.normal(jax.random.key(seed), (8, 4))
@@ -117,7 +118,7 @@ def test_init_refuses_other_arguments():
     def init(scale, shift):
         return {'w': scale * jnp.ones((8, 4)) + shift['by']}
 
-    partitioner = PjitPartitioner(2, params_axes_names_override=[('w', ('embed', None))])
+    partitioner = PjitPartitioner(2, AxisRules(names=[('w', ('embed', None))]))
     plan = partitioner.plan(init, jnp.float32(3), {'by': np.zeros(4, 'float32')})
     shift = {'by': np.arange(4, dtype='float32')}
     np.testing.assert_array_equal(

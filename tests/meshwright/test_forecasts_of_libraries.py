@@ -10,7 +10,7 @@ import pytest
 
 from meshwright import forecast, forecast_table
 from meshwright.user_lines import shorten_sources
-from partitioning import MeshConfig, PjitPartitioner
+from partitioning import AxisRules, PjitPartitioner
 
 pytestmark = pytest.mark.core
 
@@ -41,9 +41,7 @@ def train_step(params, x):
 def made():
     names = [('.*/up/kernel', (None, 'mlp')), ('.*/down/kernel', ('mlp', None)), ('.*', (None,))]
     partitioner = PjitPartitioner(
-        mesh=MeshConfig(axes={'data': 2, 'model': 4}),
-        params_axes_names_override=names,
-        logical_axis_rules=[('batch', 'data'), ('mlp', 'model')],
+        {'data': 2, 'model': 4}, AxisRules([('batch', 'data'), ('mlp', 'model')], names=names)
     )
     plan = partitioner.plan(
         lambda key: Network().init(key, jnp.ones((1, WIDTH))), jax.random.key(0)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from hypothesis import strategies as st
 
-from partitioning import PjitPartitioner, Plan, ResolvedDimension, create_mesh
+from partitioning import AxisRules, PjitPartitioner, Plan, ResolvedDimension, create_mesh
 from partitioning.plan import make_row
 from partitioning.plan.plan_file import from_json
 
@@ -41,14 +41,12 @@ FILE = """{"format": "meshwright plan 2",
 
 def planned(tree=TREE, names=NAMES, rules=RULES, mesh=MESH, **policies):
     """The plan of a tree whose arrays have names by path; arrays without an entry have none."""
-    overrides = []
+    paths = []
     for keys, x in jax.tree_util.tree_leaves_with_path(tree):
         path = jax.tree_util.keystr(keys, simple=True, separator='/')
-        overrides.append((re.escape(path), names.get(path, (None,) * np.ndim(x))))
-    partitioner = PjitPartitioner(
-        mesh=mesh, logical_axis_rules=rules, params_axes_names_override=overrides, **policies
-    )
-    return partitioner.resolve(tree)
+        paths.append((re.escape(path), names.get(path, (None,) * np.ndim(x))))
+    partitioner = PjitPartitioner(mesh, AxisRules(rules, names=paths, **policies))
+    return partitioner.plan(tree)
 
 
 def read(text):

@@ -12,7 +12,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from partitioning import AxisNames, MeshConfig, PjitPartitioner, unbox
+from partitioning import AxisNames, AxisRules, MeshConfig, PjitPartitioner, unbox
 
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
@@ -260,7 +260,7 @@ def test_an_array_over_other_axes(plan, state):
 
 def test_an_array_on_a_device_outside_the_mesh(named, state):
     mesh = MeshConfig(axes={'data': 2, 'model': 2}, devices=jax.devices()[:4])
-    plan = PjitPartitioner(mesh=mesh, logical_axis_rules=RULES).resolve(named)
+    plan = PjitPartitioner(mesh=mesh, logical_axis_rules=RULES).plan(named)
     now = jax.device_put(state, plan.shardings)
     now = moved(now, 'table', (state['params']['table'], jax.devices()[7]))
     audit = plan.audit(now)
@@ -315,7 +315,7 @@ def test_a_state_that_is_not_the_planned_one(plan, state, change, message):
 )
 def test_costs_of_policies(policy, shape, axes, text, held, cost):
     rules = [('embed', axes), ('mlp', 'model')]
-    partitioner = PjitPartitioner(2, logical_axis_rules=rules, on_indivisible=policy)
+    partitioner = PjitPartitioner(2, AxisRules(rules, on_indivisible=policy))
     state = {'w': boxed(shape, ('embed', 'mlp')), 'even': boxed((8, 2), ('embed', 'mlp'))}
     audit = partitioner.audit(jax.eval_shape(lambda: state))
     (found,) = audit.policies
@@ -327,7 +327,7 @@ def test_costs_of_policies(policy, shape, axes, text, held, cost):
 
 
 def test_a_name_without_a_rule_is_a_policy_too():
-    partitioner = PjitPartitioner(2, logical_axis_rules=RULES, on_unmatched='replicate')
+    partitioner = PjitPartitioner(2, AxisRules(RULES, on_unmatched='replicate'))
     audit = partitioner.audit({'w': boxed((8, 8), ('new', 'mlp'))})
     (cost,) = audit.policies
     assert 'new' in cost.reason and 'no rule' in cost.reason

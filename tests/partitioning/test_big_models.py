@@ -60,7 +60,7 @@ state = jax.eval_shape(lambda p: TrainState.create(p, optax.adamw(1e-3)), params
 devices = tpus((2, 2, 2), 'TPU v4')
 rules = standard_logical_axis_rules(1, 2)
 mesh = MeshConfig.from_t5x(num_partitions=4, devices=devices)
-plan = PjitPartitioner(mesh=mesh, logical_axis_rules=rules).resolve(state)
+plan = PjitPartitioner(mesh=mesh, logical_axis_rules=rules).plan(state)
 audit = plan.audit()
 str(audit)
 audited = peak()

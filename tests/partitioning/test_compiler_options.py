@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as kernels
 
-from partitioning import PjitPartitioner, Plan, diff
+from partitioning import PjitPartitioner, Plan, plan_diff
 from partitioning.hardware import (
     CompilerOption,
     change_options,
@@ -110,7 +110,7 @@ def test_plans_record_options_and_old_files_load(partitioner, tmp_path):
     (tmp_path / 'old.json').write_text(json.dumps(held))
     assert Plan.load(tmp_path / 'old.json') == plan
     assert 'xla_a=3: why (2 ms)' in str(with_options) and 'xla_a' not in str(plan)
-    changes = diff(plan, with_options)
+    changes = plan_diff(plan, with_options)
     assert changes and 'xla_a: not set -> 3' in str(changes)
     for wrong in ('no list', [{'name': 'xla_a'}], [{'name': 'xla_a', 'value': [], 'reason': ''}]):
         (tmp_path / 'bad.json').write_text(json.dumps(held | {'compiler_options': wrong}))

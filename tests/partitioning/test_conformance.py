@@ -19,7 +19,7 @@ from small_models import (
     values,
 )
 
-from partitioning import AxisNames, PjitPartitioner, check_compiled_once
+from partitioning import AxisNames, AxisRules, PjitPartitioner, check_compiled_once
 
 pytestmark = pytest.mark.core
 
@@ -42,13 +42,9 @@ TX = optax.adamw(2e-2)
 CASES = pytest.mark.parametrize('front_end', FRONT_ENDS)
 
 
-def partitioner_of(front_end, num_partitions=2, **settings):
-    overrides = PATH_RULES if front_end == 'paths' else ()
-    return PjitPartitioner(
-        num_partitions,
-        params_axes_names_override=overrides,
-        **{'logical_axis_rules': RULES} | settings,
-    )
+def partitioner_of(front_end, num_partitions=2, rules=RULES, **settings):
+    names = PATH_RULES if front_end == 'paths' else ()
+    return PjitPartitioner(num_partitions, AxisRules(rules, names=names, **settings))
 
 
 def corresponding(tree):
@@ -140,7 +136,7 @@ def test_losses_are_those_of_one_device(front_end):
 def test_rules_of_the_optimizer(front_end):
     """As in ZeRO, parameters are sharded over 'model' only and statistics over both axes."""
     rules = [(name, None if axes == 'data' else axes) for name, axes in RULES]
-    partitioner = partitioner_of(front_end, logical_axis_rules=rules, optimizer_axis_rules=RULES)
+    partitioner = partitioner_of(front_end, rules=rules, optimizer=RULES)
     init = program(front_end, 'dict', TX).init
     state = partitioner.eval_shape(init, jax.random.key(0))
     found, _ = corresponding(partitioner.get_mesh_axes(state))

@@ -9,7 +9,14 @@ from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
 from unnamed_models import array, gpt2
 
-from partitioning import MeshConfig, PjitPartitioner, TrainState, explain_rules, suggest_rules
+from partitioning import (
+    AxisRules,
+    MeshConfig,
+    PjitPartitioner,
+    TrainState,
+    explain_rules,
+    suggest_rules,
+)
 from partitioning.suggestion.suggested_rules import make_path_rules
 
 pytestmark = pytest.mark.core
@@ -42,12 +49,12 @@ def test_the_first_match_takes_an_array():
 )
 def test_complete_rules_are_those_that_a_partitioner_accepts(rules):
     found = explain_rules({'params': MODEL}, rules)
-    partitioner = PjitPartitioner(2, params_axes_names_override=rules)
+    partitioner = PjitPartitioner(2, AxisRules(names=rules))
     if found.is_complete:
-        partitioner.resolve({'params': MODEL})
+        partitioner.plan({'params': MODEL})
     else:
         with pytest.raises(ValueError, match=r'path rule|has 1 entry'):
-            partitioner.resolve({'params': MODEL})
+            partitioner.plan({'params': MODEL})
 
 
 def test_arrays_without_a_rule_are_listed():
@@ -100,7 +107,7 @@ def test_partition_rules_are_searched_for():
     found = explain_rules(MODEL, rules)
     assert taken(rules) == [['up/kernel'], ['down/kernel'], ['down/bias', 'up/bias']]
     assert found.is_complete and "P('data', 'model')" in str(found)
-    PjitPartitioner.from_partition_rules(rules, mesh=MESH).resolve(MODEL)
+    PjitPartitioner.from_partition_rules(rules, mesh=MESH).plan(MODEL)
     assert list(explain_rules(MODEL, [('bias', P('data', None))]).misfits) == [
         *('down/bias', 'up/bias')
     ]

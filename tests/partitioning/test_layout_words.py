@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 from small_models import batches, plain_losses, program
 
-from partitioning import MeshConfig, PjitPartitioner, TrainState, constrain
+from partitioning import AxisRules, MeshConfig, PjitPartitioner, TrainState, constrain
 
 pytestmark = pytest.mark.core
 
@@ -26,7 +26,7 @@ def shapes(**arrays):
 
 def specs_of(state, **settings):
     """The spec of each array under 'fsdp', without Nones at its end."""
-    plan = PjitPartitioner(layout='fsdp', **settings).resolve(state)
+    plan = PjitPartitioner(layout='fsdp', **settings).plan(state)
     return {row.path: P(*row.spec) if any(row.spec) else P() for row in plan.rows}
 
 
@@ -98,7 +98,7 @@ def test_a_large_array_that_stays_whole_is_reported_with_the_sizes_that_divide()
         'table_embed': 0,
     }
     assert '1000 or 1008' in costs[0].reason
-    assert partitioner.resolve(state)['odd'].spec == P(None, None)
+    assert partitioner.plan(state)['odd'].spec == P(None, None)
 
 
 def test_arrays_are_replicated_over_slices():
@@ -109,7 +109,7 @@ def test_arrays_are_replicated_over_slices():
         MeshConfig(axes={'slices': 2, 'data': 4}, slice_axis='slices'),
     ):
         partitioner = PjitPartitioner(layout='fsdp', mesh=mesh)
-        assert partitioner.resolve(state)['kernel'].spec == P(None, 'data')
+        assert partitioner.plan(state)['kernel'].spec == P(None, 'data')
         assert partitioner.data_partition_spec == P((mesh.axes[0][0], 'data'))
 
 
@@ -133,7 +133,7 @@ def test_all_devices_shard_the_batch(word):
 def test_data_parallel_replicates_on_purpose():
     state = {'params': shapes(kernel=(512, 256))}
     partitioner = PjitPartitioner(layout='data_parallel')
-    assert partitioner.resolve(state)['params/kernel'].spec == P(None, None)
+    assert partitioner.plan(state)['params/kernel'].spec == P(None, None)
     assert not partitioner.lint(state)
     assert 'data_parallel' in partitioner.audit(state).replicated[0].reason
 
@@ -230,10 +230,6 @@ def test_only_the_batch_of_an_activation_is_sharded(word, constrained):
     'setting, value',
     [
         ('logical_axis_rules', [('batch', 'data')]),
-        ('optimizer_axis_rules', [('embed', 'data')]),
-        ('params_axes_names_override', [('.*', (None,))]),
-        ('on_unmatched', 'replicate'),
-        ('on_indivisible', 'pad'),
     ],
 )
 def test_a_word_excludes_the_settings_that_it_replaces(setting, value):
@@ -241,10 +237,7 @@ def test_a_word_excludes_the_settings_that_it_replaces(setting, value):
         PjitPartitioner(layout='fsdp', **{setting: value})
 
 
-def test_a_word_excludes_a_plan_and_other_rules():
-    plan = PjitPartitioner(layout='fsdp').resolve(shapes(kernel=(64, 256)))
-    with pytest.raises(ValueError, match='remove plan'):
-        PjitPartitioner(layout='fsdp', plan=plan)
+def test_a_word_excludes_other_rules():
     with pytest.raises(ValueError, match='fsdp'):
         PjitPartitioner(layout='fsdp').with_rules([('batch', 'data')])
 
@@ -260,9 +253,9 @@ def test_a_misspelt_word():
 def test_a_model_without_names_is_told_about_layout():
     state = {'params': shapes(kernel=(64, 256), bias=(256,))}
     with pytest.raises(ValueError, match=r"^Missing axis names.*layout='fsdp'"):
-        PjitPartitioner(1).resolve(state)
+        PjitPartitioner(1).plan(state)
     with pytest.raises(ValueError, match=r"\(None,\).*one entry for each.*layout='data_parallel'"):
-        PjitPartitioner(1, params_axes_names_override=[('.*', (None,))]).resolve(state)
+        PjitPartitioner(1, AxisRules(names=[('.*', (None,))])).plan(state)
 
 
 @pytest.mark.parametrize('some_names', [False, True])
@@ -271,8 +264,8 @@ def test_arrays_without_names_are_replicated_if_the_policy_says_so(some_names):
     if some_names:
         box = nn.LogicallyPartitioned(jax.ShapeDtypeStruct((8, 16), jnp.float32), ('batch', None))
         state['params']['named'] = box
-    partitioner = PjitPartitioner(1, on_unmatched='replicate')
-    plan = partitioner.resolve(state)
+    partitioner = PjitPartitioner(1, AxisRules(on_unmatched='replicate'))
+    plan = partitioner.plan(state)
     assert plan['params/kernel'].spec == P(None, None)
     assert 'no names' in plan['params/kernel'].reason
     found = {finding.where for finding in plan.lint() if finding.severity == 'warning'}

@@ -27,11 +27,9 @@ SIZES = {'data': 4, 'model': 2}
 RULES = [('embed', 'data'), ('mlp', 'model'), ('heads', None)]
 
 
-def lint(rules, mesh, state=None, optimizer_rules=None, overrides=()):
-    rule_set = RuleSet(
-        rules=AxisRules(rules), optimizer_rules=optimizer_rules, overrides=tuple(overrides)
-    )
-    return lint_rule_set(rule_set, mesh, state)
+def lint(rules, mesh, state=None, optimizer=None, names=None):
+    rules = AxisRules(rules, names=names, optimizer=optimizer)
+    return lint_rule_set(RuleSet(rules=rules), mesh, state)
 
 
 def mesh_axes_as_names(shape, *names):
@@ -296,11 +294,11 @@ def test_an_error_of_a_parameter_is_not_repeated_for_its_statistics():
 
 def test_names_by_path():
     bare = params(w=jnp.zeros((8, 8)), v=jnp.zeros((7,)))
-    overrides = [('w', ('embed', 'mlp')), ('v', ('mlp',))]
-    (finding,) = errors(lint(RULES, SIZES, bare, overrides=overrides))
+    names = [('w', ('embed', 'mlp')), ('v', ('mlp',))]
+    (finding,) = errors(lint(RULES, SIZES, bare, names=names))
     assert (finding.kind, finding.where) == ('indivisible', 'params/v')
-    partitioner = PjitPartitioner(2, logical_axis_rules=RULES, params_axes_names_override=overrides)
-    assert partitioner.lint(bare) == lint(RULES, SIZES, bare, overrides=overrides)
+    partitioner = PjitPartitioner(2, AxisRules(RULES, names=names))
+    assert partitioner.lint(bare) == lint(RULES, SIZES, bare, names=names)
 
 
 def test_rules_of_the_optimizer():
@@ -308,7 +306,7 @@ def test_rules_of_the_optimizer():
     state = params(w=box((8, 6), 'embed', 'mlp'))
     state['opt_state'] = jax.eval_shape(optax.adam(1e-3).init, unbox(state['params']))
     rules = [('embed', None), ('mlp', 'data'), ('mlp', 'zz'), ('embed', None)]
-    found = lint(RULES, SIZES, state, optimizer_rules=AxisRules(rules))
+    found = lint(RULES, SIZES, state, optimizer=AxisRules(rules))
     assert {(f.severity, f.kind, f.where) for f in found} == {
         ('error', 'absent axis', "optimizer rule ('mlp', 'zz')"),
         ('error', 'absent axis', 'params/w'),

@@ -51,14 +51,14 @@ STATES = {
         {},
         {**adam_state(GOOD), 'statistic': {'w': jnp.zeros((5, 3))}},
     ),
-    'optimizer rules': ({'optimizer_axis_rules': RULES}, adam_state(GOOD)),
+    'optimizer rules': ({'optimizer': RULES}, adam_state(GOOD)),
     'optimizer rule to no axis': (
-        {'optimizer_axis_rules': [('embed', 'dta'), ('mlp', None)]},
+        {'optimizer': [('embed', 'dta'), ('mlp', None)]},
         adam_state(GOOD),
     ),
-    'no optimizer rule': ({'optimizer_axis_rules': [('embed', 'data')]}, adam_state(GOOD)),
+    'no optimizer rule': ({'optimizer': [('embed', 'data')]}, adam_state(GOOD)),
     'optimizer rule that does not divide': (
-        {'optimizer_axis_rules': [('embed', ('data', 'model')), ('mlp', None)]},
+        {'optimizer': [('embed', ('data', 'model')), ('mlp', None)]},
         adam_state(box((4, 8), 'embed', 'mlp')),
     ),
 }
@@ -67,9 +67,11 @@ STATES = {
 @pytest.mark.parametrize('name', STATES)
 def test_errors_exactly_where_a_state_cannot_be_resolved(name):
     settings, state = STATES[name]
-    partitioner = PjitPartitioner(**{'logical_axis_rules': RULES, 'mesh': MESH, **settings})
+    mesh = settings.get('mesh', MESH)
+    rules = {name: value for name, value in settings.items() if name != 'mesh'}
+    partitioner = PjitPartitioner(mesh, AxisRules(**{'rules': RULES, **rules}))
     try:
-        partitioner.resolve(state)
+        partitioner.plan(state)
         raised = False
     except ValueError:
         raised = True
@@ -80,7 +82,7 @@ def test_errors_exactly_where_a_state_cannot_be_resolved(name):
 def test_default_rules_that_leave_an_axis_unused():
     partitioner = PjitPartitioner(mesh=create_mesh((4, 2), ('data', 'foo')))
     with pytest.raises(ValueError, match=r"standard rule.*'foo'"):
-        partitioner.resolve(params(w=GOOD))
+        partitioner.plan(params(w=GOOD))
     assert "'foo'" in '\n'.join(map(str, errors(partitioner.lint(params(w=GOOD)))))
     assert "'foo'" in '\n'.join(map(str, errors(partitioner.lint())))
 
@@ -95,8 +97,8 @@ def test_a_plan_lints_itself():
     """It has the warnings of its rules and rows; where there is an error, there is no plan."""
     state = params(w=box((7, 8), 'embed', 'mlp'), n=jax.ShapeDtypeStruct((), jnp.int32))
     state['seeds'] = jnp.zeros((5,))
-    partitioner = PjitPartitioner(2, logical_axis_rules=RULES, on_indivisible='pad')
-    plan = partitioner.resolve(state)
+    partitioner = PjitPartitioner(2, AxisRules(RULES, on_indivisible='pad'))
+    plan = partitioner.plan(state)
     assert {(f.severity, f.kind, f.where) for f in plan.lint()} == {
         ('warning', 'policy', 'params/w'),
         ('warning', 'no names', 'seeds'),
@@ -108,11 +110,11 @@ def test_a_plan_lints_itself():
 def test_a_plan_of_a_file_lints_its_rows(tmp_path):
     """It has no rules to examine."""
     state = params(w=box((7, 8), 'embed', 'mlp'))
-    PjitPartitioner(2, logical_axis_rules=RULES, on_indivisible='pad').resolve(state).save(
+    PjitPartitioner(2, AxisRules(RULES, on_indivisible='pad')).plan(state).save(
         tmp_path / 'plan.json'
     )
     (finding,) = Plan.load(tmp_path / 'plan.json').lint()
     assert (finding.kind, finding.where) == ('policy', 'params/w')
     assert 'embed: pad' in finding.message
-    loaded = PjitPartitioner(2, plan=Plan.load(tmp_path / 'plan.json'))
+    loaded = PjitPartitioner(2, Plan.load(tmp_path / 'plan.json'))
     assert errors(loaded.lint(state)) == []

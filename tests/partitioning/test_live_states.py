@@ -60,9 +60,9 @@ def _trained():
 
 def test_every_question_about_a_live_state_has_the_answer_of_its_plan(trained):
     partitioner, plan, state = trained
-    assert partitioner.resolve(state) == plan
+    assert partitioner.plan(state) == plan
     assert partitioner.get_mesh_axes(state).params == SPECS
-    assert partitioner.get_shardings(state).params['b'] == NamedSharding(MESH, P('model'))
+    assert partitioner.plan(state).shardings.params['b'] == NamedSharding(MESH, P('model'))
     names = partitioner.get_logical_axes(state)
     assert names.params['w'] == names.opt_state[0].mu['w'] == AxisNames('embed', 'mlp')
     assert partitioner.audit(state).by_role == plan.audit().by_role
@@ -76,7 +76,7 @@ def test_states_with_other_dtypes_and_values(trained):
     partitioner, _, state = trained
     half = jax.tree.map(lambda x: np.asarray(x).astype('float16'), state)
     assert partitioner.get_mesh_axes(half).params == SPECS
-    assert partitioner.resolve(half)['params/w'].bytes_total == 2 * 32
+    assert partitioner.plan(half)['params/w'].bytes_total == 2 * 32
 
 
 def test_states_that_were_never_seen(trained):
@@ -84,7 +84,7 @@ def test_states_that_were_never_seen(trained):
     other = state.replace(params={**state.params, 'w': jnp.ones((4, 6))})
     for one, unknown in [(make_partitioner(), state), (partitioner, other)]:
         with pytest.raises(ValueError, match=r'Missing axis names.*eval_shape'):
-            one.resolve(unknown)
+            one.plan(unknown)
 
 
 def test_other_rules_use_the_same_names(trained):
@@ -98,8 +98,8 @@ def test_another_mesh_uses_the_same_names_and_rules(trained):
     partitioner, _, state = trained
     other = partitioner.with_mesh(AbstractMesh((2, 4), ('data', 'model')))
     assert other.get_mesh_axes(state).params == SPECS
-    assert other.resolve(state)['params/w'].shard_shape == (4, 8 // 4)
-    assert partitioner.resolve(state)['params/w'].shard_shape == (4, 8 // 2)
+    assert other.plan(state)['params/w'].shard_shape == (4, 8 // 4)
+    assert partitioner.plan(state)['params/w'].shard_shape == (4, 8 // 2)
 
 
 def test_the_last_names_of_a_structure_are_used(trained):
@@ -110,20 +110,20 @@ def test_the_last_names_of_a_structure_are_used(trained):
         partitioner.get_mesh_axes(partitioner.eval_shape(functools.partial(init, names)))
         assert partitioner.get_mesh_axes(state).params['w'] == spec
     with pytest.raises(ValueError, match='Missing axis names'):
-        other.resolve(state)
+        other.plan(state)
 
 
 def test_the_latest_states_are_remembered_without_their_arrays(trained):
     _, _, state = trained
     partitioner = make_partitioner()
-    partitioner.resolve(init())
+    partitioner.plan(init())
     assert not [x for x in jax.tree.leaves(partitioner._boxed_states) if hasattr(x, 'dtype')]
     assert copy.deepcopy(partitioner._boxed_states) == partitioner._boxed_states
     for size in range(8):
-        assert partitioner.resolve(state)
-        partitioner.resolve({'w': box(np.ones((4, 2 + 2 * size)), ('embed', 'mlp'))})
+        assert partitioner.plan(state)
+        partitioner.plan({'w': box(np.ones((4, 2 + 2 * size)), ('embed', 'mlp'))})
     with pytest.raises(ValueError, match='Missing axis names'):
-        partitioner.resolve(state)
+        partitioner.plan(state)
 
 
 def test_subclasses_need_not_call_the_constructor(trained):
@@ -201,7 +201,7 @@ def test_specs_of_another_trace(way):
     assert jax.tree.structure(traced) == jax.tree.structure(state)
     for _ in range(3):
         state, _ = run(state, BATCH)
-        partitioner.resolve(state).check(state)
+        partitioner.plan(state).check(state)
     check_compiled_once(run)
     kernel = state.params['Dense_0']['kernel']
     assert kernel.sharding == NamedSharding(MESH, P(None, 'model'))

@@ -14,7 +14,7 @@ from flax import nnx
 from flax.training import train_state
 from jax.sharding import PartitionSpec as P
 
-from partitioning import PjitPartitioner, TrainState
+from partitioning import AxisRules, PjitPartitioner, TrainState
 
 pytestmark = pytest.mark.core
 
@@ -28,15 +28,13 @@ def boxed(*names):
 
 def rules_in(message):
     """The path rules that a message says to write, as its reader would copy them."""
-    (text,) = re.findall(r"override(?:=\[| )(\('.*\))\]?, with names in place", message)
+    (text,) = re.findall(r"names=(?:\[|...\) )(\('.*?\))(?:\]\))?, with names in place", message)
     assert '\n' not in message
     return ast.literal_eval(f'[{text}]')
 
 
 def partitioner_of(path_rules=()):
-    return PjitPartitioner(
-        2, logical_axis_rules=RULES, params_axes_names_override=tuple(path_rules)
-    )
+    return PjitPartitioner(2, AxisRules(RULES, names=path_rules))
 
 
 def flax_state(variables, tx):
@@ -83,7 +81,7 @@ def test_lint_lists_each_array_and_the_path_rules_once():
     found = partitioner.lint(partitioner.eval_shape(lambda key: Layers().init(key, X), KEY))
     errors = [finding for finding in found if finding.severity == 'error']
     assert len(errors) == 6 and {finding.kind for finding in errors} == {'names'}
-    assert sum('params_axes_names_override' in finding.message for finding in errors) == 1
+    assert sum('AxisRules(names=' in finding.message for finding in errors) == 1
 
 
 def test_path_rules_never_rename_an_array_that_has_names():

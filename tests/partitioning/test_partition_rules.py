@@ -8,7 +8,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from partitioning import MeshConfig, PjitPartitioner, Plan
+from partitioning import AxisRules, MeshConfig, PjitPartitioner
 
 pytestmark = pytest.mark.core
 
@@ -60,14 +60,14 @@ def partitioner_of(rules=RULES, mesh=MESH, **settings):
 
 def problem(rules, state=PARAMS, mesh=MESH, **settings):
     with pytest.raises(ValueError) as error:
-        partitioner_of(rules, mesh, **settings).resolve(state)
+        partitioner_of(rules, mesh, **settings).plan(state)
     message = str(error.value)
     assert '\n' not in message
     return message
 
 
 def test_the_first_rule_that_is_found_in_a_path_decides():
-    plan = partitioner_of().resolve({'params': {'params': PARAMS}})
+    plan = partitioner_of().plan({'params': {'params': PARAMS}})
     assert {row.path: row.spec for row in plan.rows} == {
         f'params/params/{path}': spec for path, (_, spec) in EXPECTED.items()
     }
@@ -77,7 +77,7 @@ def test_the_first_rule_that_is_found_in_a_path_decides():
 
 def test_anchored_rules_match_paths_inside_the_parameters_too():
     rules = [('^lm_head', P('mp')), ('^params/transformer/wte', P('fsdp')), ('kernel$', P('dp'))]
-    plan = partitioner_of([*rules, ('', ())]).resolve({'params': PARAMS})
+    plan = partitioner_of([*rules, ('', ())]).plan({'params': PARAMS})
     assert plan['params/lm_head/kernel'].spec == P('mp', None)
     assert plan['params/transformer/wte/embedding'].spec == P('fsdp', None)
 
@@ -114,14 +114,14 @@ def test_statistics_follow_their_parameters(min_size, kind):
 def test_a_state_that_cannot_be_separated_is_matched_path_by_path():
     # Nothing says that 'ema' holds copies of 'model'.
     state = {'model': PARAMS, 'ema': PARAMS}
-    plan = partitioner_of().resolve(state)
+    plan = partitioner_of().plan(state)
     for path, (_, spec) in EXPECTED.items():
         assert plan[f'model/{path}'].spec == plan[f'ema/{path}'].spec == spec
 
 
 def test_rules_from_a_gin_file():
     rules = [['lm_head', ['mp', ['dp', 'fsdp']]], ('wte', 'mp'), ('.*', None)]
-    plan = partitioner_of(rules).resolve(PARAMS)
+    plan = partitioner_of(rules).plan(PARAMS)
     assert plan['lm_head/kernel'].spec == P('mp', ('dp', 'fsdp'))
     assert plan['transformer/wte/embedding'].spec == P('mp', None)
     assert plan['other/kernel'].spec == P(None, None, None)
@@ -138,7 +138,7 @@ def test_arrays_that_no_rule_matches_are_listed_once():
     assert "('other/kernel', PartitionSpec(...))" in message
     assert "('.*', PartitionSpec())" in message
     partitioner = partitioner_of([('lm_head|wte', P())], on_unmatched='replicate')
-    assert partitioner.resolve(PARAMS)['other/kernel'].spec == P(None, None, None)
+    assert partitioner.plan(PARAMS)['other/kernel'].spec == P(None, None, None)
     assert 'other/kernel' in {finding.where for finding in partitioner.lint(PARAMS)}
 
 
@@ -166,10 +166,10 @@ def test_a_rule_that_does_not_fit_its_array(rule, parts):
 def test_the_policy_for_sizes_that_do_not_divide(policy, spec):
     mesh = MeshConfig(axes={'dp': 2, 'fsdp': 1, 'mp': 4})
     rules, state = [('k', P(None, ('dp', 'mp')))], abstract(k=(8, 24), b=(1,))
-    assert partitioner_of(rules, mesh, on_indivisible=policy).resolve(state)['k'].spec == P(
+    assert partitioner_of(rules, mesh, on_indivisible=policy).plan(state)['k'].spec == P(
         None, ('dp', 'mp')
     )
-    odd = partitioner_of(rules, mesh, on_indivisible=policy).resolve(abstract(k=(8, 12)))['k']
+    odd = partitioner_of(rules, mesh, on_indivisible=policy).plan(abstract(k=(8, 12)))['k']
     assert odd.spec == (P(None, 'mp') if policy == 'drop_axis' else P(None, None))
     assert "'k'" in odd.reason
 
@@ -202,15 +202,12 @@ def test_lint_names_the_rules_that_decide_nothing():
     assert not partitioner_of([*all_used, ('.*', P())]).lint(PARAMS)
 
 
-@pytest.mark.parametrize('setting', ['plan', 'optimizer_axis_rules', 'params_axes_names_override'])
+@pytest.mark.parametrize('setting', ['optimizer', 'names'])
 def test_rules_exclude_the_settings_that_they_replace(setting):
-    value = {
-        'plan': Plan({'data': 8}, ()),
-        'optimizer_axis_rules': [('embed', 'mp')],
-        'params_axes_names_override': [('.*', (None,))],
-    }[setting]
-    with pytest.raises(ValueError, match=f'remove {setting}'):
-        partitioner_of(**{setting: value})
+    value = {'optimizer': [('embed', 'mp')], 'names': [('.*', (None,))]}[setting]
+    rules = AxisRules([('batch', 'dp')], **{setting: value})
+    with pytest.raises(ValueError, match=f'remove {setting} or layout'):
+        partitioner_of(logical_axis_rules=rules)
 
 
 # The batch.
@@ -233,7 +230,7 @@ def test_the_batch_is_sharded_over_axes_with_usual_names(axes, spec):
 def test_other_axes_of_the_batch_are_named_by_a_rule():
     mesh = MeshConfig(axes={'rows': 4, 'columns': 2})
     partitioner = partitioner_of([('.*', P())], mesh)
-    assert partitioner.resolve(PARAMS)  # parameters need no batch
+    assert partitioner.plan(PARAMS)  # parameters need no batch
     with pytest.raises(ValueError, match=r"rows 4 x columns 2.*\('batch', 'rows'\)"):
         partitioner.data_partition_spec  # noqa: B018
     named = partitioner_of([('.*', P())], mesh, logical_axis_rules=[('batch', ('rows', 'columns'))])

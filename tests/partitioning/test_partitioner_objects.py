@@ -52,11 +52,13 @@ def again(x):
 
 def test_the_repr_shows_what_decides_layouts():
     partitioner = PjitPartitioner(
-        mesh=SQUARE,
-        logical_axis_rules=RULES,
-        optimizer_axis_rules=[('mlp', ('data', 'model'))],
-        on_unmatched='replicate',
-        params_axes_names_override=[('.*/bias', ('mlp',))],
+        SQUARE,
+        AxisRules(
+            RULES,
+            on_unmatched='replicate',
+            names=[('.*/bias', ('mlp',))],
+            optimizer=[('mlp', ('data', 'model'))],
+        ),
         params_on_devices=False,
     )
     lines = [line.split(maxsplit=1) for line in repr(partitioner).splitlines()]
@@ -65,7 +67,7 @@ def test_the_repr_shows_what_decides_layouts():
     assert ['rules', 'batch -> data; mlp, heads -> model; embed -> replicated'] in lines
     assert ['optimizer', 'rules  mlp -> data x model'] in lines
     assert ['policies', "on_unmatched='replicate', on_indivisible='error'"] in lines
-    assert ['overrides', ".*/bias -> ('mlp',)"] in lines
+    assert ['names', ".*/bias -> ('mlp',)"] in lines
     assert 'host memory' in repr(partitioner)
     assert max(map(len, repr(partitioner).splitlines())) <= 100
     assert str(partitioner) == repr(partitioner)
@@ -130,7 +132,7 @@ def test_the_repr_of_a_plan_is_one_line():
     plan = PjitPartitioner(mesh=SQUARE, logical_axis_rules=RULES).plan(init, KEY)
     # 8 x 4 floats of 4 bytes, half on each device
     assert repr(plan) == '<Plan of 1 array for the mesh data 4 x model 2: 64 bytes per device>'
-    assert repr(plan) in repr(PjitPartitioner(mesh=SQUARE, plan=plan))
+    assert repr(plan) in repr(PjitPartitioner(SQUARE, plan))
 
 
 # Pickles and copies.
@@ -213,7 +215,7 @@ def test_a_pickled_plan_is_like_its_file(tmp_path):
     assert pickled.mesh == {'data': 4, 'model': 2} and pickled.lint() == plan.lint()
     with pytest.raises(ValueError, match='not made from an init function'):
         pickled.init(KEY)
-    planned = again(PjitPartitioner(mesh=CONFIG, plan=plan))
+    planned = again(PjitPartitioner(CONFIG, plan))
     assert planned.plan(init, KEY).shardings == plan.shardings
     assert copy.deepcopy(plan) is copy.copy(plan) is plan
 
@@ -262,11 +264,11 @@ def test_plans_and_specs_need_no_devices(abstract, concrete):
     named = abstract.eval_shape(init, KEY)
     assert named['kernel'].names == ('embed', 'mlp')
     assert abstract.get_mesh_axes(named) == plan.specs
-    assert abstract.get_shardings(named) == plan.shardings
+    assert abstract.plan(named).shardings == plan.shardings
     assert abstract.audit(named).bytes_per_device == 8 * 4 * 4 / 2
     assert abstract.lint(named) == concrete.lint(named)
     assert abstract.data_partition_spec == P('data') and abstract.data_mesh_size == 4
-    imposed = PjitPartitioner(mesh=ABSTRACT, plan=plan).plan(init, KEY)
+    imposed = PjitPartitioner(ABSTRACT, plan).plan(init, KEY)
     assert imposed == expected
 
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from partitioning import (
     AxisNames,
+    AxisRules,
     PjitPartitioner,
     get_logical_axes,
     override_params_axes_names,
@@ -31,9 +32,8 @@ NAMES = {'enc/kernel': ('embed', 'mlp'), 'enc/bias': ('mlp',), 'dec/kernel': ('e
 SWAPPED = ('enc/kernel', ('mlp', 'embed'))  # the names of ALL in the other order
 
 
-def partitioner_of(path_rules, **settings):
-    settings = {'logical_axis_rules': RULES} | settings
-    return PjitPartitioner(2, params_axes_names_override=path_rules, **settings)
+def partitioner_of(path_rules, rules=RULES, **settings):
+    return PjitPartitioner(2, AxisRules(rules, names=path_rules, **settings))
 
 
 def params(boxed=False, named=()):

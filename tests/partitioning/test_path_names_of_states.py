@@ -97,7 +97,7 @@ def test_arrays_in_an_optimizer_are_not_parameters(named):
         'opt': optax.scale_by_lbfgs(3).init(model if named == 'boxes everywhere' else unbox(model)),
     }
     replicated = [('embed', None), ('mlp', 'model')]
-    partitioner = partitioner_of(rules, logical_axis_rules=replicated, optimizer_axis_rules=RULES)
-    plan = partitioner.resolve(state)
+    partitioner = partitioner_of(rules, rules=replicated, optimizer=RULES)
+    plan = partitioner.plan(state)
     assert plan['model/enc/kernel'].spec == P(None, 'model')
     assert {plan[f'model/{path}'].role for path in PATHS} == {'parameters'}

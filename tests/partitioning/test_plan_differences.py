@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 from plans_by_hand import FILE, RULES, TREE, planned, plans
 
-from partitioning import Plan, create_mesh, diff
+from partitioning import Plan, create_mesh, plan_diff
 from partitioning.plan.__main__ import main
 
 pytestmark = pytest.mark.core
@@ -57,13 +57,13 @@ def test_a_difference_is_exactly_what_differs(plan, data):
         if what == 'rename':
             after.append(row._replace(path=f'new/{row.path}'))
             added.add(f'new/{row.path}')
-    found = diff(plan, Plan(plan.mesh, tuple(after)))
+    found = plan_diff(plan, Plan(plan.mesh, tuple(after)))
     assert {row.path for row in found.added} == added
     assert {row.path for row in found.removed} == removed
     assert {c.path: {*c.fields} for c in found.changed} == changed
     assert bool(found) == bool(added or removed or changed)
     assert found.bytes_per_device == sum(map(bytes_per_device, after)) - plan.bytes_per_device
-    back = diff(found.after, found.before)
+    back = plan_diff(found.after, found.before)
     assert (back.added, back.removed) == (found.removed, found.added)
     assert back.bytes_per_device == -found.bytes_per_device
 
@@ -71,7 +71,7 @@ def test_a_difference_is_exactly_what_differs(plan, data):
 def test_a_difference_to_read():
     tree = {'fc1': TREE['fc1'], 'w': np.zeros(4, 'int8')}
     after = planned(tree, {'fc1/kernel': ('rows', None)}, [('rows', 'data')])
-    assert str(diff(PLAN, after)).splitlines() == [
+    assert str(plan_diff(PLAN, after)).splitlines() == [
         '- fc2/bias: 16 float32, P(None), 64 bytes per device',
         "- fc2/kernel: 64 x 16 float32, P(('model', 'data'), None), 512 bytes per device",
         '+ w: 4 int8, P(None), 4 bytes per device',
@@ -83,16 +83,16 @@ def test_a_difference_to_read():
 
 def test_a_difference_of_meshes():
     after = planned(mesh=create_mesh((2, 4), ('data', 'model')))
-    text = str(diff(PLAN, after))
+    text = str(plan_diff(PLAN, after))
     assert text.startswith('mesh: data 4 x model 2 -> data 2 x model 4\n')
     assert 'fc1/kernel: shard shape 16 x 32 -> 16 x 16; bytes per device 2,048 -> 1,024' in text
-    assert str(diff(PLAN, PLAN)) == 'the plans are the same'
+    assert str(plan_diff(PLAN, PLAN)) == 'the plans are the same'
 
 
 @pytest.mark.parametrize('pair', [(PLAN, TREE), ('plan.json', PLAN)])
 def test_values_that_are_not_plans(pair):
     with pytest.raises(TypeError, match=r'not a (dict|str)'):
-        diff(*pair)
+        plan_diff(*pair)
     assert pair[0] != pair[1]
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from jax.sharding import PartitionSpec as P
 from plans_by_hand import FILE, MESH, NAMES, RULES, TREE, planned, plans, read
 
-from partitioning import PaddedSpec, PjitPartitioner, Plan, TrainState, diff
+from partitioning import AxisRules, PaddedSpec, PjitPartitioner, Plan, TrainState, plan_diff
 from partitioning.plan.plan_file import to_json
 
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
@@ -21,8 +21,7 @@ pytestmark = [pytest.mark.core, pytest.mark.smoke]
 PLAN = planned()
 BY_PATH = {
     'mesh': MESH,
-    'logical_axis_rules': RULES,
-    'params_axes_names_override': [*NAMES.items(), ('.*/bias', (None,))],
+    'layout': AxisRules(RULES, names=[*NAMES.items(), ('.*/bias', (None,))]),
 }
 
 
@@ -43,7 +42,7 @@ def test_save_and_load(tmp_path):
 
 
 def of_train_state():
-    return PjitPartitioner(**BY_PATH).resolve(TrainState.create(TREE, optax.adafactor(1.0)))
+    return PjitPartitioner(**BY_PATH).plan(TrainState.create(TREE, optax.adafactor(1.0)))
 
 
 MADE = {
@@ -76,7 +75,7 @@ MADE = {
 def test_a_plan_is_read_as_written(name):
     plan = MADE[name]()
     held = read(written(plan))
-    assert held == plan and not diff(plan, held)
+    assert held == plan and not plan_diff(plan, held)
     assert written(held) == written(plan)
     assert [*held.mesh.items()] == [*dict(getattr(plan.mesh, 'shape', plan.mesh)).items()]
 
@@ -103,7 +102,7 @@ def test_equal_plans_are_equal_files():
     turned = Plan(PLAN.mesh, PLAN.rows[::-1])
     assert written(turned) == FILE and turned == PLAN
     other = Plan({'model': 2, 'data': 4}, PLAN.rows)
-    assert written(other) != FILE and other != PLAN and diff(PLAN, other)
+    assert written(other) != FILE and other != PLAN and plan_diff(PLAN, other)
 
 
 # Files that a person has edited.
@@ -137,7 +136,7 @@ def test_edited_axes_drive_the_state():
             held['rows'][1].update(shard_shape=[16, 16], bytes_per_device=1024),
         )
     )
-    partitioner = PjitPartitioner(mesh=MESH, plan=read(text))
+    partitioner = PjitPartitioner(MESH, read(text))
     plan = partitioner.plan(lambda: TrainState.create(jax.tree.map(jnp.ones_like, TREE), ADAM))
     state = plan.init()
     kernels = [state.params['fc1']['kernel'], state.opt_state[0].mu['fc1']['kernel']]
@@ -167,7 +166,7 @@ def test_reasons_and_names_may_be_edited():
     held = read(with_dimension(name='hidden', reason='we measured it'))
     assert held['fc1/kernel'].logical_axes == ('embed', 'hidden')
     assert 'we measured it' in held['fc1/kernel'].reason
-    assert held != PLAN and not diff(PLAN, held)
+    assert held != PLAN and not plan_diff(PLAN, held)
 
 
 ROW, DIMENSION = json.loads(FILE)['rows'][1], json.loads(FILE)['rows'][1]['dimensions'][1]

@@ -9,7 +9,15 @@ from boxed_states import by_path
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from plans_by_hand import MESH, TREE, planned, read
 
-from partitioning import PaddedSpec, PjitPartitioner, Plan, TrainState, create_mesh, diff
+from partitioning import (
+    AxisRules,
+    PaddedSpec,
+    PjitPartitioner,
+    Plan,
+    TrainState,
+    create_mesh,
+    plan_diff,
+)
 from partitioning.compat.pytorch import shard_module
 from partitioning.plan import check_mesh, impose_plan
 from partitioning.plan.plan_file import to_json
@@ -21,11 +29,8 @@ ADAMW = optax.adamw(1e-2)
 ADAFACTOR = optax.adafactor(1e-2, min_dim_size_to_factor=8)
 RULES = [('embed', 'data'), ('mlp', 'model')]
 NAMES = {'fc1/kernel': ('embed', 'mlp'), 'fc2/kernel': ('mlp', 'embed')}
-BY_RULES = {
-    'mesh': MESH,
-    'logical_axis_rules': [('batch', 'data'), *RULES],
-    'params_axes_names_override': [*NAMES.items(), ('.*/bias', (None,))],
-}
+PATHS = [*NAMES.items(), ('.*/bias', (None,))]
+BY_RULES = {'mesh': MESH, 'layout': AxisRules([('batch', 'data'), *RULES], names=PATHS)}
 PLAN = planned(names=NAMES, rules=RULES)
 
 
@@ -35,7 +40,7 @@ def from_file(plan):
 
 def of_state(tx):
     """A plan of a whole train state."""
-    return PjitPartitioner(**BY_RULES).resolve(TrainState.create(TREE, tx))
+    return PjitPartitioner(**BY_RULES).plan(TrainState.create(TREE, tx))
 
 
 @pytest.mark.parametrize('tx', [ADAMW, ADAFACTOR], ids=['adamw', 'adafactor'])
@@ -46,7 +51,7 @@ def test_states_are_born_as_by_equivalent_rules(tx):
         tree = jax.tree.map(lambda x: jax.random.normal(key, x.shape), TREE)
         return TrainState.create(tree, tx)
 
-    plan = PjitPartitioner(mesh=MESH, plan=from_file(PLAN)).plan(init, KEY)
+    plan = PjitPartitioner(MESH, from_file(PLAN)).plan(init, KEY)
     expected = PjitPartitioner(**BY_RULES).init(init, KEY)
     state = plan.init(KEY)
     shardings = by_path(jax.tree.map(lambda x: x.sharding, state))
@@ -82,33 +87,37 @@ def test_the_plan_of_a_train_state_is_imposed_row_by_row():
 def test_the_optimizer_is_laid_out_as_the_plan_says():
     """ZeRO's plan has other rows for the optimizer than its parameters imply."""
     state = TrainState.create(TREE, ADAMW)
-    settings = {**BY_RULES, 'logical_axis_rules': [('embed', None), ('mlp', 'model')]}
-    zero = PjitPartitioner(**settings, optimizer_axis_rules=RULES)
-    plan = from_file(zero.resolve(state))
-    driven = PjitPartitioner(mesh=MESH, plan=plan)
+    rules = AxisRules([('embed', None), ('mlp', 'model')], names=PATHS, optimizer=RULES)
+    zero = PjitPartitioner(MESH, rules)
+    plan = from_file(zero.plan(state))
+    driven = PjitPartitioner(MESH, plan)
     assert driven.get_mesh_axes(state) == zero.get_mesh_axes(state)
     assert plan['opt_state/0/mu/fc1/kernel'].spec == P('data', 'model')
     assert plan['params/fc1/kernel'].spec == P(None, 'model')
-    assert driven.resolve(state) == plan and not diff(plan, driven.resolve(state))
+    assert driven.plan(state) == plan and not plan_diff(plan, driven.plan(state))
 
 
 @pytest.mark.parametrize(
     'settings',
-    [{'optimizer_axis_rules': RULES}, {'params_axes_names_override': [('.*', (None,))]}],
+    [{'optimizer': RULES}, {'names': [('.*', (None,))]}],
 )
 def test_settings_that_a_plan_already_determines(settings):
-    with pytest.raises(ValueError, match=rf'plan= .*{next(iter(settings))}.*remove'):
-        PjitPartitioner(mesh=MESH, plan=PLAN, **settings)
+    rules, name = AxisRules(RULES, **settings), next(iter(settings))
+    with pytest.raises(ValueError, match=rf'Plan .*{name}= of logical_axis_rules.*remove {name}'):
+        PjitPartitioner(MESH, PLAN, logical_axis_rules=rules)
 
 
-@pytest.mark.parametrize('plan', ['plan.json', {'fc1/kernel': P('data')}])
-def test_values_that_are_not_plans(plan):
-    with pytest.raises(ValueError, match=rf'plan= .*{type(plan).__name__}.*Plan.load\(path\)'):
-        PjitPartitioner(mesh=MESH, plan=plan)
+@pytest.mark.parametrize(
+    'layout, instead',
+    [('plan.json', r"Plan.load\('plan.json'\)"), ({'fc1/kernel': P('data')}, r'partition rules')],
+)
+def test_values_that_are_not_layouts(layout, instead):
+    with pytest.raises(ValueError, match=rf'^layout=.* must be .*{instead}'):
+        PjitPartitioner(MESH, layout)
 
 
 def test_the_audit_of_an_imposed_plan():
-    partitioner = PjitPartitioner(mesh=MESH, plan=PLAN)
+    partitioner = PjitPartitioner(MESH, PLAN)
     plan = partitioner.plan(lambda: TrainState.create(jax.tree.map(jnp.zeros_like, TREE), ADAMW))
     state = plan.init()
     audit = partitioner.audit(state)
@@ -134,7 +143,7 @@ def test_padded_parameters():
     assert plan.specs == expected
     for given in (plan, from_file(plan)):
         assert given['w'].spec == expected['w']
-        partitioner = PjitPartitioner(mesh=MESH, plan=given)
+        partitioner = PjitPartitioner(MESH, given)
         assert partitioner.get_mesh_axes({'params': PADDED_TREE})['params'] == expected
     add = partitioner.partition(lambda s: jax.tree.map(lambda x: x + 1, s), (expected,), expected)
     np.testing.assert_array_equal(add(PADDED_TREE)['w'], np.full((29, 12), 2.0))
@@ -149,7 +158,7 @@ def test_padding_needs_auto_axes():
 USES = {
     'impose_plan': lambda plan, tree: impose_plan(plan, tree, MESH),
     'shard_module': lambda plan, tree: shard_module(tree, plan, MESH),
-    'plan=': lambda plan, tree: PjitPartitioner(mesh=MESH, plan=plan).resolve({'params': tree}),
+    'layout': lambda plan, tree: PjitPartitioner(MESH, plan).plan({'params': tree}),
 }
 
 
@@ -174,7 +183,7 @@ def test_other_meshes():
     for use in (
         lambda: impose_plan(PLAN, TREE, other),
         lambda: shard_module(TREE, PLAN, other),
-        lambda: PjitPartitioner(mesh=other, plan=PLAN).get_mesh_axes({'params': TREE}),
+        lambda: PjitPartitioner(other, PLAN).get_mesh_axes({'params': TREE}),
         lambda: check_mesh(PLAN, other),
     ):
         with pytest.raises(ValueError, match=r'data 4 x model 2.*data 2 x model 4'):
@@ -198,7 +207,7 @@ def test_other_specs_for_some_arrays():
     assert (row.shard_shape, row.dtype, row.bytes_per_device) == ((16, 16), 'float32', 1024)
     assert row.reason == 'embed, mlp: measured' and row.bytes_total == 4096
     assert plan.specs['fc1']['kernel'] == P('data', 'model')  # the plan itself is unchanged
-    (change,) = diff(plan, new).changed
+    (change,) = plan_diff(plan, new).changed
     assert change.path == 'fc1/kernel' and 'shard_shape' in change.fields
     assert impose_plan(from_file(new), TREE, MESH).specs == new.specs
 
@@ -223,9 +232,9 @@ def test_specs_that_an_array_cannot_have(specs, error, message):
 def test_a_plan_of_a_file_has_no_state():
     plan = from_file(PLAN)
     for use in (lambda: plan.specs, lambda: plan.logical_axes):
-        with pytest.raises(ValueError, match=r'PjitPartitioner\(mesh=mesh, plan=plan\)'):
+        with pytest.raises(ValueError, match=r'PjitPartitioner\(mesh, plan\)'):
             use()
-    with pytest.raises(ValueError, match=r'PjitPartitioner\(mesh=mesh, plan=plan\)'):
+    with pytest.raises(ValueError, match=r'PjitPartitioner\(mesh, plan\)'):
         plan.shardings  # noqa: B018  # the property raises
     for use in (plan.init, lambda: plan.abstract_state):
         with pytest.raises(ValueError, match=r'partitioner.plan\(init, key\)'):

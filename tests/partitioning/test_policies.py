@@ -25,7 +25,7 @@ RULES = [('embed', 'data'), ('mlp', 'model'), ('both', ('data', 'model')), ('lat
 
 def partitioner_of(rules=RULES, policy=None, **settings):
     """A partitioner for a mesh of data 4 x model 2."""
-    return PjitPartitioner(2, logical_axis_rules=rules, on_indivisible=policy, **settings)
+    return PjitPartitioner(2, AxisRules(rules, on_indivisible=policy, **settings))
 
 
 # Tables.
@@ -81,10 +81,10 @@ def test_message_of_a_name_without_a_rule_and_its_solutions():
     'make',
     [
         lambda **settings: AxisRules(RULES, **settings),
-        lambda **settings: PjitPartitioner(2, logical_axis_rules=RULES, **settings),
-        lambda **settings: PjitPartitioner(2, **settings),
+        lambda **settings: AxisRules(**settings),
+        lambda **settings: PjitPartitioner.from_partition_rules([('.*', P())], 2, **settings),
     ],
-    ids=['rules', 'partitioner', 'partitioner of standard rules'],
+    ids=['rules', 'standard rules', 'partition rules'],
 )
 def test_policies_that_do_not_exist(make, setting):
     with pytest.raises(ValueError, match=rf"{setting} must be .*'replicate'.*not 'ignore'"):
@@ -185,7 +185,7 @@ def test_policies_of_the_optimizer_rules(of_optimizer):
     rules = AxisRules([('embed', None), ('mlp', 'model')], on_indivisible='pad')
     policy = 'pad' if of_optimizer is None else None
     state = with_optimizer({'wi': PARAMETERS['wi']}, optax.trace(0.9))
-    axes = partitioner_of(rules, policy, optimizer_axis_rules=zero).get_mesh_axes(state)
+    axes = partitioner_of(rules, policy, optimizer=zero).get_mesh_axes(state)
     assert axes['params']['wi'] == padded([None, None], [None, 'model'])
     assert axes['opt_state'].trace['wi'] == WI[of_optimizer or 'pad']
 

@@ -24,10 +24,11 @@ pytestmark = pytest.mark.core
 RULES = [('embed', 'data'), ('mlp', 'model'), ('both', ('data', 'model')), ('late', 'model')]
 
 
-def partitioner_of(rules=RULES, policy=None, **settings):
+def partitioner_of(rules=RULES, policy=None, on_unmatched=None, **settings):
     """A partitioner for a mesh of data 4 x model 2."""
     settings.setdefault('mesh', MeshConfig.from_t5x(num_partitions=2))
-    return PjitPartitioner(logical_axis_rules=rules, on_indivisible=policy, **settings)
+    rules = AxisRules(rules, on_unmatched, policy)
+    return PjitPartitioner(layout=rules, **settings)
 
 
 EXPLICIT = MeshConfig.from_t5x(num_partitions=2, axis_types='explicit')

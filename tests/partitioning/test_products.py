@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
-from partitioning import MeshConfig, PjitPartitioner
+from partitioning import AxisRules, MeshConfig, PjitPartitioner
 from partitioning.products import in_rounds, multiply, scatter_sum
 
 pytestmark = pytest.mark.core
@@ -92,9 +92,8 @@ def test_gradients_follow_the_rules_of_the_optimizer():
     weights, x = arrays()
     rules = [rule for rule in RULES if rule[0] != 'embed']
     partitioner = PjitPartitioner(
-        mesh=MeshConfig(axes={'replica': 1, 'data': 4, 'model': 2}),
-        logical_axis_rules=[*rules, ('embed', None)],
-        optimizer_axis_rules=RULES,
+        MeshConfig(axes={'replica': 1, 'data': 4, 'model': 2}),
+        AxisRules([*rules, ('embed', None)], optimizer=RULES),
     )
     gradients = jax.grad(functools.partial(scanned, product=multiply))
     of_weights = P(None, 'model'), P('model')

@@ -49,9 +49,7 @@ def by_name(names, shape, rules, mesh):
 def by_state(make_state, overrides=None):
     def front_end(names, shape, rules, mesh):
         path_rules = () if overrides is None else [(overrides, names)]
-        partitioner = PjitPartitioner(
-            mesh=mesh, logical_axis_rules=rules, params_axes_names_override=path_rules
-        )
+        partitioner = PjitPartitioner(mesh, AxisRules(rules, names=path_rules))
         state = make_state(jax.ShapeDtypeStruct(shape, jnp.float32), names)
         axes = partitioner.get_mesh_axes(state)
         spec = (axes.params if isinstance(axes, NamesItself) else axes['params'])['w']

@@ -14,7 +14,7 @@ from flax import nnx
 from flax.training import train_state
 from jax.sharding import AxisType, PartitionSpec as P
 
-from partitioning import PjitPartitioner, check_compiled_once, unbox
+from partitioning import AxisRules, PjitPartitioner, check_compiled_once, unbox
 
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
@@ -29,7 +29,7 @@ AXIS_TYPES = pytest.mark.parametrize(
 
 def partitioner_over(axis_type=AxisType.Auto, sizes=(2, 4), **settings):
     mesh = jax.make_mesh(sizes, ('data', 'model'), axis_types=(axis_type,) * 2)
-    return PjitPartitioner(mesh=mesh, logical_axis_rules=RULES, **settings)
+    return PjitPartitioner(mesh, AxisRules(RULES, **settings))
 
 
 def counted(function):
@@ -142,7 +142,7 @@ def modules_step(modules, batch):
 
 PROGRAMS = {  # init, step, settings, the path and the shard of three arrays
     'boxes': (flax_init, flax_step, {}, 'kernel', (3, 2)),
-    'paths': (tree_init, tree_step, {'params_axes_names_override': PATHS}, '/w', (3, 2)),
+    'paths': (tree_init, tree_step, {'names': PATHS}, '/w', (3, 2)),
     'nnx': (nnx_init, nnx_step, {}, 'kernel', (3, 2)),
     'nnx modules': (modules_init, modules_step, {}, 'kernel', (3, 2)),
 }
@@ -163,7 +163,7 @@ def assert_fixed_point(partitioner, step, state, *others):
         result = step(state, BATCH, *others)
         state = state_of(result, state)
         assert layouts(state) == born
-        partitioner.resolve(state).check(state)
+        partitioner.plan(state).check(state)
     check_compiled_once(step)
     return result
 
@@ -222,8 +222,7 @@ def small_step(state, batch):
 
 
 def small_partitioner(axis_type=AxisType.Auto, **settings):
-    paths = {'params_axes_names_override': [('w', ('embed', 'mlp'))]}
-    return partitioner_over(axis_type, (4, 2), **paths, **settings)
+    return partitioner_over(axis_type, (4, 2), names=[('w', ('embed', 'mlp'))], **settings)
 
 
 FORMS = {
@@ -270,7 +269,7 @@ def test_further_arguments(axis_type):
     w = WAVES + 2 + 6 * BATCH.mean()
     np.testing.assert_allclose(state['w'], w, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(after, rows + 1)
-    partitioner.resolve(state).check(state)
+    partitioner.plan(state).check(state)
 
 
 def test_the_step_is_a_partitioned_function():

@@ -115,7 +115,7 @@ def test_shared_parameters_have_one_row():
     state = nnx.state(module, nnx.Param)
     assert resolved.bytes_total == sum(x.nbytes for x in jax.tree.leaves(state))
     assert len(impose_plan(resolved, state, MESH).rows) == len(resolved.rows)
-    PjitPartitioner(mesh=MESH, plan=resolved).get_mesh_axes(state)
+    PjitPartitioner(MESH, resolved).get_mesh_axes(state)
 
 
 @pytest.mark.parametrize('name', ['later/kernel', 'last/kernel'])

@@ -17,7 +17,7 @@ from planned_models import (
     resolve,
 )
 
-from partitioning import PjitPartitioner
+from partitioning import AxisRules, PjitPartitioner
 from partitioning.compat.pytorch import ShardingPlan, shard_module
 
 pytestmark = pytest.mark.core
@@ -92,8 +92,8 @@ def test_an_empty_plan_of_large_arrays():
     large = {'w': jax.ShapeDtypeStruct((1 << 20,), 'float32')}
     plan = ShardingPlan({}).resolve(large, MESH)
     assert plan['w'].spec == P(None)
-    partitioner = PjitPartitioner(mesh=MESH, plan=plan)
-    assert partitioner.resolve({'params': large})['params/w'].spec == P(None)
+    partitioner = PjitPartitioner(MESH, plan)
+    assert partitioner.plan({'params': large})['params/w'].spec == P(None)
     placed = shard_module(params(), ShardingPlan({}), MESH)
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(placed))
 
@@ -160,11 +160,9 @@ def test_values_that_are_not_a_plan(plan):
 
 
 def test_a_partitioner_takes_a_resolved_plan():
-    with pytest.raises((TypeError, ValueError), match='resolve'):
-        PjitPartitioner(mesh=MESH, plan=ShardingPlan(ENTRIES))
-    override = [('fc1/kernel', (None, None))]
-    with pytest.raises(ValueError, match='params_axes_names_override'):
-        PjitPartitioner(mesh=MESH, plan=resolve(ENTRIES), params_axes_names_override=override)
+    rules = AxisRules(names=[('fc1/kernel', (None, None))])
+    with pytest.raises(ValueError, match='remove names'):
+        PjitPartitioner(MESH, resolve(ENTRIES), logical_axis_rules=rules)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_a_plan_needs_no_rules_for_the_axes_it_uses():
     mesh = create_mesh((4, 2), ('x', 'y'))
     state = TrainState.create({'w': jnp.ones((8, 8))}, optax.sgd(0.1))
     plan = ShardingPlan({'w': P('x', 'y')}).resolve(state.params, mesh)
-    assert PjitPartitioner(mesh=mesh, plan=plan).get_mesh_axes(state).params == {'w': P('x', 'y')}
+    assert PjitPartitioner(mesh, plan).get_mesh_axes(state).params == {'w': P('x', 'y')}
 
 
 @pytest.mark.parametrize('names', [('batch', 'embed'), ('data', None)])

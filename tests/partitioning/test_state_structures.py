@@ -7,7 +7,7 @@ import optax
 import pytest
 from boxed_states import by_path
 
-from partitioning import PjitPartitioner, unbox
+from partitioning import AxisRules, PjitPartitioner, unbox
 
 pytestmark = pytest.mark.core
 
@@ -198,6 +198,5 @@ def test_large_statistics_with_names(partitioner):
     """Both ways out that the error gives."""
     plan = partitioner.plan(lambda: normalized(box(jnp.zeros(8192), ('mlp',))))
     assert plan[MEAN].shard_shape == (4096,)
-    overrides = {'params_axes_names_override': [(MEAN, (None,))]}
-    other = PjitPartitioner(2, logical_axis_rules=AXES, **overrides)
+    other = PjitPartitioner(2, AxisRules(AXES, names=[(MEAN, (None,))]))
     assert other.plan(lambda: normalized(jnp.zeros(8192)))[MEAN].shard_shape == (8192,)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from partitioning import MeshConfig, PjitPartitioner
+from partitioning import AxisRules, MeshConfig, PjitPartitioner
 
 pytestmark = pytest.mark.core
 X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
@@ -41,7 +41,7 @@ KEY = jax.random.key(0)
 
 def losses(mesh):
     rules = [('.*', ('embed', 'mlp'))]
-    partitioner = PjitPartitioner(mesh=mesh, params_axes_names_override=rules)
+    partitioner = PjitPartitioner(mesh, AxisRules(names=rules))
     state, step, _ = partitioner.setup(net_of, train, KEY)
     found = []
     for _ in range(3):
@@ -125,7 +125,7 @@ def test_a_static_field_must_be_a_constant():
 def test_two_states_with_static_arrays():
     """jax cannot say whether their static fields are equal, and is quoted as the cause."""
     partitioner, first = PjitPartitioner(layout='fsdp'), net_of(KEY)
-    specs = partitioner.resolve(first).specs
+    specs = partitioner.plan(first).specs
     step = partitioner.partition(train, (specs, None), (specs, None))
     step(first, X)
     message, cause = error_of(step, net_of(KEY), X)

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from unnamed_models import MODELS, Linear, array, big_vision, equinox, gpt2, tree
 
 from partitioning import (
+    AxisRules,
     PjitPartitioner,
     TrainState,
     fsdp_logical_axis_rules,
@@ -32,7 +33,7 @@ BOTH = ('data', 'model')
 
 def partitioner_of(rules, model=2):
     """A partitioner for 8 devices, of which `model` are on the model axis."""
-    return PjitPartitioner(model, logical_axis_rules=FSDP, params_axes_names_override=rules)
+    return PjitPartitioner(model, AxisRules(FSDP, names=rules))
 
 
 def arrays_of(state):
@@ -222,7 +223,7 @@ def test_states_of_any_kind(kind, tx):
     state = STATES[kind](small(), tx)
     rules = suggest_rules(state)
     assert {names for _, names in rules} == {(BOTH,), ('embed', 'mlp')}
-    plan = partitioner_of(rules).resolve(state)
+    plan = partitioner_of(rules).plan(state)
     kernels = [row for row in plan.rows if row.path.endswith('mlp/up/kernel')]
     assert [row.shard_shape for row in kernels if row.shape == (64, 256)] == [
         (16, 128) for row in kernels if row.shape == (64, 256)
@@ -244,7 +245,7 @@ def test_nnx_states():
     rules = suggest_rules(state)
     assert dict(rules)['.*/(key|query|value)/kernel'] == ('embed', 'heads', 'kv')
     assert dict(rules)['.*/layers/1/kernel'] == ('mlp', 'embed')
-    assert partitioner_of(rules).resolve(state).audit().balance == 1
+    assert partitioner_of(rules).plan(state).audit().balance == 1
 
 
 def test_arrays_with_names_keep_them():
@@ -285,7 +286,7 @@ def test_matrices_with_the_same_first_size_are_not_layers(key, sizes):
 def test_large_arrays_that_are_not_parameters_are_named():
     state = {'params': small(), 'cache': {'keys': array(8, 128, 64)}, 'seen': array(8)}
     rules = suggest_rules(state)
-    assert partitioner_of(rules).resolve(state)['cache/keys'].shard_shape != (8, 128, 64)
+    assert partitioner_of(rules).plan(state)['cache/keys'].shard_shape != (8, 128, 64)
     assert not any(re.fullmatch(pattern, 'seen') for pattern, _ in rules)
 
 
@@ -293,7 +294,7 @@ def test_scalars_get_no_rule():
     model = {'logit_scale': array(), 'norm': {'scale': array(64)}, 'up': {'scale': array(64)}}
     rules = suggest_rules(model)
     assert not any(re.fullmatch(pattern, 'logit_scale') for pattern, _ in rules)
-    partitioner_of(rules).resolve(model)
+    partitioner_of(rules).plan(model)
 
 
 # What people read.

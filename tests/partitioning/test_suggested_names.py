@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from unnamed_models import MODELS, array, dense, layers, norm, tree
 
-from partitioning import MeshConfig, PjitPartitioner, create_mesh, suggest_rules
+from partitioning import AxisRules, MeshConfig, PjitPartitioner, create_mesh, suggest_rules
 
 eqx = pytest.importorskip('equinox', reason='the extra clients has equinox')
 hk = pytest.importorskip('haiku', reason='the extra clients has haiku')
@@ -318,7 +318,7 @@ def test_a_mesh_without_model_parallelism_shards_the_state(name, sizes):
     state = jax.tree.map(lambda x: x if hasattr(x, 'dtype') else None, MODELS[name]())
     rules = suggest_rules(state, mesh)
     # Also if a list of the rules is edited and passed.
-    plan = PjitPartitioner(mesh=mesh, params_axes_names_override=[*rules]).resolve(state)
+    plan = PjitPartitioner(mesh, AxisRules(names=[*rules])).plan(state)
     total = held = whole = 0
     for row in plan.rows:
         total += 4 * math.prod(row.shape)
@@ -332,13 +332,9 @@ def test_axes_without_standard_rules_stand_in_place_of_names():
     mesh = create_mesh((4, 2), ('fsdp_like', 'tensor'))
     state = {'up': {'kernel': array(64, 256)}, 'down': {'kernel': array(256, 64)}}
     rules = suggest_rules(state, mesh)
-    assert "logical_axis_rules=[('batch', ('fsdp_like',))]" in str(rules)
-    partitioner = PjitPartitioner(
-        mesh=mesh,
-        logical_axis_rules=[('batch', ('fsdp_like',))],
-        params_axes_names_override=rules,
-    )
-    specs = partitioner.resolve(state).specs
+    assert "AxisRules([('batch', ('fsdp_like',))], names=rules)" in str(rules)
+    partitioner = PjitPartitioner(mesh, AxisRules([('batch', ('fsdp_like',))], names=rules))
+    specs = partitioner.plan(state).specs
     assert specs['up']['kernel'] == P('fsdp_like', 'tensor')
     assert specs['down']['kernel'] == P('tensor', 'fsdp_like')
 

@@ -31,6 +31,7 @@ from partitioning import (
     standard_logical_axis_rules,
 )
 from partitioning.partitioner import moe
+from partitioning.partitioner.t5x_settings import T5xSettings
 
 pytestmark = pytest.mark.core
 
@@ -61,11 +62,6 @@ def test_every_name_exists():
     'function, positional',
     [
         (
-            PjitPartitioner,
-            'num_partitions model_parallel_submesh params_on_devices backend ici_mesh_shape '
-            'dcn_mesh_shape logical_axis_rules',
-        ),
-        (
             MoePjitPartitioner,
             'num_expert_partitions num_partitions model_parallel_submesh params_on_devices '
             'logical_axis_rules state_filter_fn',
@@ -83,6 +79,24 @@ def test_positional_parameters(function, positional):
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
     found = [n for n, p in inspect.signature(function).parameters.items() if p.kind in kinds]
     assert found == positional.split()
+
+
+def test_keyword_parameters_of_the_partitioner():
+    given = {
+        'num_partitions': 2,
+        'model_parallel_submesh': None,
+        'params_on_devices': False,
+        'backend': 'cpu',
+        'ici_mesh_shape': None,
+        'dcn_mesh_shape': None,
+        'logical_axis_rules': RULES,
+        'use_shardy_partitioner': None,
+    }
+    partitioner = PjitPartitioner(**given)
+    assert T5xSettings.__annotations__.keys() == given.keys()
+    assert dict(partitioner.mesh.shape) == {'data': 4, 'model': 2}
+    assert (partitioner._backend, partitioner.params_on_devices) == ('cpu', False)
+    assert partitioner.logical_axis_rules == tuple(RULES)
 
 
 def test_settings_are_attributes_that_can_be_read(monkeypatch):
@@ -130,7 +144,7 @@ def test_the_states_of_t5x(partitioner, factored, momentum):
         assert held == Statistics(m=spec if momentum else None, v=None if factored else spec)
     assert specs.params_axes is specs.flax_mutables_axes is specs._optimizer.state.step is None
     assert specs.flax_mutables == {}
-    plan = partitioner.resolve(state)
+    plan = partitioner.plan(state)
     # The arrays without names are listed, replicated: the step and the statistics.
     rows = {row.path: row for row in plan.rows}
     assert len(rows) == len(jax.tree.leaves(state)) == 1 + 2 * 5

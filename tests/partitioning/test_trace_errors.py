@@ -96,7 +96,7 @@ TOKENS = np.arange(8, dtype=np.int32).reshape(8, 1)
 
 def embed_over_explicit_axes(call):
     graph, state = embedding()
-    plan = partitioner_of(EXPLICIT).resolve(state)
+    plan = partitioner_of(EXPLICIT).plan(state)
     step = partitioner_of(EXPLICIT).partition(
         lambda state, tokens: call(nnx.merge(graph, state), tokens),
         (plan.specs, P('data')),
@@ -178,14 +178,14 @@ def test_a_failed_attempt_leaves_nothing_behind():
 
     graph, state = embedding()
     partitioner = partitioner_of(EXPLICIT)
-    specs = partitioner.resolve(state).specs
+    specs = partitioner.plan(state).specs
     step = partitioner.partition(
         lambda times, state, tokens: times * call(nnx.merge(graph, state), tokens),
         (specs, P('data')),
         P('data'),
         static_argnums=0,
     )
-    placed = jax.device_put(state, partitioner.resolve(state).shardings)
+    placed = jax.device_put(state, partitioner.plan(state).shardings)
     y = step(2, placed, TOKENS)
     jax.effects_barrier()
     assert len(printed) == 1

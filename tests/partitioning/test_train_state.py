@@ -98,7 +98,7 @@ def test_mesh_axes_are_a_tree_like_the_state(partitioner, way):
     state = made(way)
     axes = partitioner.get_mesh_axes(state)
     assert jax.tree.structure(axes) == jax.tree.structure(unbox(state))
-    assert jax.tree.structure(partitioner.resolve(state).shardings) == jax.tree.structure(axes)
+    assert jax.tree.structure(partitioner.plan(state).shardings) == jax.tree.structure(axes)
     specs = [P('data', 'model'), P('model')]
     assert jax.tree.leaves(axes.params) == specs
     assert jax.tree.leaves(axes.opt_state[0].mu) == specs

@@ -54,7 +54,7 @@ def test_B1_its_sharding():
         (of_xy(LogicallyPartitioned), [*zip('xy', 'xy', strict=True)]),
     ):
         state = {'params': {'w': array}}
-        found = PjitPartitioner(mesh=XY, logical_axis_rules=rules).resolve(state).shardings
+        found = PjitPartitioner(mesh=XY, logical_axis_rules=rules).plan(state).shardings
         assert found['params']['w'] == NamedSharding(XY, P('x', 'y'))
 
 
@@ -168,7 +168,7 @@ def test_B4_specs_of_a_tree_by_a_partitioner():
     assert partitioner.get_mesh_axes(tree) == {
         **{'a': P('x', 'y'), 'b': P(None), 'c': P(), 'd': P(), 'nothing': None},
     }
-    ours = partitioner.resolve(tree).shardings
+    ours = partitioner.plan(tree).shardings
     assert ours['a'] == NamedSharding(XY, P('x', 'y'))
     assert ours['b'].is_equivalent_to(NamedSharding(XY, P()), 1)
     assert ours['c'] == ours['d'] == NamedSharding(XY, P()) and ours['nothing'] is None

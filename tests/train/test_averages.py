@@ -10,7 +10,12 @@ import optax
 import pytest
 from small import records, small_config
 
-from partitioning import PjitPartitioner, fsdp_logical_axis_rules, standard_logical_axis_rules
+from partitioning import (
+    AxisRules,
+    PjitPartitioner,
+    fsdp_logical_axis_rules,
+    standard_logical_axis_rules,
+)
 from train import HeldOut, evaluate
 from train.checkpoints import RestoreConfig
 from train.errors import ConfigError
@@ -157,8 +162,8 @@ def test_averages_without_debias_start_from_what_is_restored(
 def test_the_plan_of_a_run_counts_the_averages(texts, tmp_path):
     """Also where the optimizer has rules of its own, whose layout the averages follow."""
     standard = standard_logical_axis_rules()
-    settings = {'optimizer_axis_rules': fsdp_logical_axis_rules(standard)}
-    partitioner = PjitPartitioner(2, logical_axis_rules=standard, **settings)
+    rules = AxisRules(standard, optimizer=fsdp_logical_axis_rules(standard))
+    partitioner = PjitPartitioner(2, rules)
     sizes = []
     for decay in (None, 0.999):
         config = small_config(tmp_path, texts, partitioner=partitioner, ema_decay=decay)
@@ -177,8 +182,8 @@ def test_the_plan_of_a_run_counts_the_averages(texts, tmp_path):
 
 def test_averages_are_evaluated_in_the_layout_of_the_parameters(averaged, tmp_path):
     standard = standard_logical_axis_rules()
-    settings = {'optimizer_axis_rules': fsdp_logical_axis_rules(standard)}
-    partitioner = PjitPartitioner(2, logical_axis_rules=standard, **settings)
+    rules = AxisRules(standard, optimizer=fsdp_logical_axis_rules(standard))
+    partitioner = PjitPartitioner(2, rules)
     state, seen = averaged(tmp_path, partitioner=partitioner, total_steps=2)
     assert_close(seen.evaluated[2], average_of(seen.trained, 0.5))
     kernel, average = state.params['Dense_0']['kernel'], state.ema.average['Dense_0']['kernel']

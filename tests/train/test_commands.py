@@ -144,8 +144,8 @@ def test_plans_are_shown_and_compared(capsys, tmp_path):
     run, file = tmp_path / 'run', tmp_path / 'b.json'
     run.mkdir()
     state = {'params': {'w': jax.ShapeDtypeStruct((64, 8), 'float32')}}
-    PjitPartitioner(layout='fsdp').resolve(state).save(run / 'plan.json')
-    PjitPartitioner(layout='data_parallel').resolve(state).save(file)
+    PjitPartitioner(layout='fsdp').plan(state).save(run / 'plan.json')
+    PjitPartitioner(layout='data_parallel').plan(state).save(file)
     assert main(['plan', 'show', str(run)]) == 0
     assert 'params/w' in capsys.readouterr().out
     assert main(['plan', 'diff', str(run), str(run / 'plan.json')]) == 0

@@ -10,7 +10,7 @@ from flax import linen as nn
 from rich.console import Console
 from rich.table import Table
 
-from partitioning import PjitPartitioner, TrainState
+from partitioning import AxisRules, PjitPartitioner, TrainState
 from partitioning.amounts import bytes_str
 from train.reporting.console import RunConsole, SafeConsole
 from train.reporting.meter import format_figures
@@ -25,7 +25,7 @@ RULES = [('embed', ('data', 'model')), ('kv', None), ('batch', 'data')]
 def printed_axes(partitioner):
     """Returns the logical and mesh axes that the table shows for each parameter."""
     out = io.StringIO()
-    title, table = describe_parameters(partitioner.resolve(PARAMS).rows)
+    title, table = describe_parameters(partitioner.plan(PARAMS).rows)
     assert title.startswith('54 parameters in 2 arrays, 216 bytes (')
     RunConsole(Console(file=out, width=200)).show(table)
     _columns, *lines = out.getvalue().splitlines()
@@ -86,12 +86,10 @@ def test_names_and_samples_cannot_control_the_terminal(terminal):
 
 def test_the_table_shows_logical_axes_with_their_mesh_axes():
     names = [('w', ('embed', 'kv')), ('b', ('kv',))]
-    named = PjitPartitioner(
-        num_partitions=2, logical_axis_rules=RULES, params_axes_names_override=names
-    )
+    named = PjitPartitioner(2, AxisRules(RULES, names=names))
     assert printed_axes(named) == {'w': 'embed:data+model kv', 'b': 'kv'}
-    plan = named.resolve(PARAMS)
-    planned = PjitPartitioner(mesh=named.mesh, logical_axis_rules=RULES, plan=plan)
+    plan = named.plan(PARAMS)
+    planned = PjitPartitioner(named.mesh, plan, logical_axis_rules=RULES)
     assert all('None' not in axes and '(' not in axes for axes in printed_axes(planned).values())
     assert 'data+model' in printed_axes(planned)['w']
 
@@ -187,7 +185,7 @@ def test_variables_are_listed_as_t5x_lists_them():
         'b': nn.LogicallyPartitioned(np.zeros((4,), np.float32), (None,)),
     }
     state = jax.eval_shape(lambda: TrainState.create(params, optax.sgd(0.1, momentum=0.9)))
-    text = describe_variables(partitioner.resolve(state).rows)
+    text = describe_variables(partitioner.plan(state).rows)
     lines = [' '.join(line.split()) for line in text.splitlines()]
     w = "w size 48 shape (embed=8, mlp=6) partition spec ('data', 'model')"
     assert lines == [

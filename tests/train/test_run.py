@@ -71,7 +71,7 @@ def test_the_plan_of_a_run_lays_out_another(run, finished, tmp_path):
         spec = jax.sharding.NamedSharding(x.sharding.mesh, planned[path_str(path)])
         assert x.sharding.is_equivalent_to(spec, x.ndim)
     rules = [('batch', 'data'), ('vocab', None), ('embed', None)]
-    other = partitioner(4, 2, logical_axis_rules=rules, plan=plan)
+    other = partitioner(4, 2, logical_axis_rules=rules, layout=plan)
     state = run(tmp_path / 'model', total_steps=2, partitioner=other)
     for a, b in zip(jax.tree.leaves(finished.state), jax.tree.leaves(state), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)

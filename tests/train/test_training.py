@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from small import RULES, Bigram, Steps, model
 
+from partitioning import AxisRules
 from train import Optimizer
 from train.optimizers import global_norm
 
@@ -86,7 +87,7 @@ def _replicated(x):
 def test_microbatches_sum_shards_of_gradients_as_the_optimizer_holds_them(single_device_losses):
     """With ZeRO, the parameters are whole along 'data', and the optimizer's state is not."""
     parameter_rules = [('embed', 'model') if rule == ('embed', 'data') else rule for rule in RULES]
-    zero = {'logical_axis_rules': parameter_rules, 'optimizer_axis_rules': RULES}
+    zero = {'logical_axis_rules': AxisRules(parameter_rules, optimizer=RULES)}
     run = Steps(4, 2, microbatches=2, partitioning=zero)
     assert run.specs.params['layers']['mlp']['up'] == P(None, None, 'model')
     # What one device carries from part to part is a shard of [2, 64, 96] over both axes.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import typing
 from collections.abc import Sequence
 from typing import Any
 
@@ -186,11 +187,27 @@ def _check_parameter(
     target: Any, parsed: config_parser.BindingStatement, statement: Statement
 ) -> None:
     """Checks that a configurable has the parameter that a binding sets."""
-    if gin_internals._might_have_parameter(target, parsed.arg_name):
+    name, parameters = parsed.arg_name, inspect.signature(target).parameters
+    declared = _declared_keywords(target)
+    known = [p.name for p in parameters.values() if not declared or p.kind is not p.VAR_KEYWORD]
+    if name in (known := [*known, *declared]):
         return
-    name, known = parsed.arg_name, list(inspect.signature(target).parameters)
+    if not declared and gin_internals._might_have_parameter(target, name):
+        return
     hint = nearest(name, known) or f' It has {", ".join(known)}'
     if known == ['config']:  # of train and evaluate, whose settings have moved
         macros = {'model': 'MODEL', 'partitioner': 'PARTITIONER'}
         hint = f' Write {macros.get(name, f"TrainConfig.{name}")} = ...'
     raise ConfigError(f'{statement.place}: {parsed.selector!r} has no parameter {name!r}.{hint}')
+
+
+def _declared_keywords(target: Any) -> dict[str, Any]:
+    """The keyword arguments that a signature takes as `**settings: Unpack[SomeTypedDict]`."""
+    function: Any = vars(target).get('__init__') if isinstance(target, type) else target
+    if function is None:
+        return {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD and 'Unpack[' in str(parameter.annotation):
+            hint = typing.get_type_hints(function)[parameter.name]
+            return dict(typing.get_args(hint)[0].__annotations__)
+    return {}

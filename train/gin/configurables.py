@@ -40,7 +40,7 @@ _BY_IMPORT: set[str] = set()
 
 
 def load_plan(path: str) -> Plan:
-    """Reads the plan file at `path`, for `PjitPartitioner.plan`."""
+    """Reads the plan file at `path`, for `PjitPartitioner.layout`."""
     return Plan.load(path)
 
 

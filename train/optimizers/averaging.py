@@ -104,7 +104,7 @@ def with_average(state: TrainState) -> TrainState:
         return state
 
     def lay_out(x: jax.Array, average: jax.Array) -> jax.Array:
-        # Under `optimizer_axis_rules`, averages are sharded like the state of the optimizer.
+        # With rules for the optimizer, averages are sharded like its state.
         return jax.device_put(average.astype(x.dtype), x.sharding)
 
     return state.replace(params=jax.tree.map(lay_out, state.params, ema.average))

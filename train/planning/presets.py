@@ -10,7 +10,13 @@ import dataclasses
 import math
 from typing import Any, cast
 
-from partitioning import BasePartitioner, MeshConfig, PjitPartitioner, fsdp_logical_axis_rules
+from partitioning import (
+    AxisRules,
+    BasePartitioner,
+    MeshConfig,
+    PjitPartitioner,
+    fsdp_logical_axis_rules,
+)
 from partitioning.rules import MeshAxes, as_tuple
 from train.errors import ConfigError
 
@@ -136,9 +142,9 @@ def lay_out(partitioner: BasePartitioner, layout: Layout) -> PjitPartitioner:
         raise ConfigError(
             f'the layout of a {type(partitioner).__name__} cannot be changed: use a PjitPartitioner'
         )
-    given, rules = partitioner.rule_set, _RULES[layout.preset]
+    given, rules = partitioner.rule_set.rules, _RULES[layout.preset]
     sizes, source = dict(layout.sizes), cast(Any, partitioner.mesh_source)
-    settings: dict[str, Any] = {'num_partitions': sizes.get('NUM_PARTITIONS', 1)}
+    mesh: MeshConfig | int = sizes.get('NUM_PARTITIONS', 1)
     if axes := _AXES.get(layout.preset):
         if layout.preset in _SLICE_AXES:
             slice_axis = _SLICE_AXES[layout.preset]
@@ -146,12 +152,14 @@ def lay_out(partitioner: BasePartitioner, layout: Layout) -> PjitPartitioner:
             same = isinstance(source, MeshConfig) and {*source.axes} == {'data', *axes}
             slice_axis = source.slice_axis if same else None
         mesh_axes = {'data': -1} | {axis: sizes[macro] for axis, macro in axes.items()}
-        settings = {'mesh': MeshConfig(axes=mesh_axes, slice_axis=slice_axis)}
+        mesh = MeshConfig(axes=mesh_axes, slice_axis=slice_axis)
     return PjitPartitioner(
-        logical_axis_rules=rules,
-        optimizer_axis_rules=fsdp_logical_axis_rules(rules) if layout.preset == 'zero' else None,
-        on_unmatched=given.rules.on_unmatched,
-        on_indivisible=given.rules.on_indivisible,
-        params_axes_names_override=given.overrides,
-        **settings,
+        mesh,
+        AxisRules(
+            rules,
+            on_unmatched=given.on_unmatched,
+            on_indivisible=given.on_indivisible,
+            names=given.names,
+            optimizer=fsdp_logical_axis_rules(rules) if layout.preset == 'zero' else None,
+        ),
     )

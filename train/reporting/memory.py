@@ -116,7 +116,7 @@ def _way_out(plan: Plan, partitioner: BasePartitioner, limit: int) -> str:
         meshes = _meshes(sizes, count) if plan.bytes_total <= limit * count else []
         for (layout, words), mesh in itertools.product(layouts, meshes):
             with contextlib.suppress(ValueError):  # its axes do not divide some array
-                held = layout.with_mesh(mesh).resolve(plan.program.abstract_state).bytes_per_device
+                held = layout.with_mesh(mesh).plan(plan.program.abstract_state).bytes_per_device
                 if held <= limit:
                     use = 'use the mesh' if count == devices else f'use {count:,} devices as'
                     axes, size = describe_axes(mesh) + words, bytes_str(held)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from partitioning import Plan
-from partitioning.plan import diff
+from partitioning.plan import plan_diff
 from train.config import TrainConfig
 from train.errors import ConfigError
 from train.gin.text import operative_text
@@ -118,7 +118,7 @@ def check_plan(plan: Plan, expected: str | os.PathLike[str]) -> None:
             f'--expect_plan {path}: no such file; write the plan.json of a run, or '
             'the precompile-plan.json of `meshwright precompile`'
         )
-    changes = diff(Plan.load(path), plan)
+    changes = plan_diff(Plan.load(path), plan)
     if not changes.changes_layout:
         return
     counts = {

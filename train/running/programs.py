@@ -138,8 +138,9 @@ def partition_train_step(run: PlannedRun) -> PartitionedCallable:
             not_finite=config.not_finite,
             average=average,
         ),
-        in_axis_resources=(plan.specs, data_spec),
-        out_axis_resources=(plan.specs, None),
+        # By position, because partitioners of T5X have other names for these arguments.
+        (plan.specs, data_spec),
+        (plan.specs, None),
         donate_argnums=(0,),
         compiler_options=run.compiler_options,
     )

@@ -13,7 +13,13 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from partitioning.compat.pytorch.entries import check_mesh_of, is_layout, resolve_entries
-from partitioning.compat.pytorch.trees import is_array, is_nnx_module, nnx_state, subtree
+from partitioning.compat.pytorch.trees import (
+    is_array,
+    is_nnx_module,
+    nnx_state,
+    parameters_of_state,
+    subtree,
+)
 from partitioning.constraints import lay_out
 from partitioning.plan import Plan, impose_plan
 from partitioning.rules import (
@@ -112,6 +118,10 @@ class ShardingPlan:
             module = nnx.clone(module)  # Sharders change it in place
         return resolve_entries(self.plan, module, mesh, policies)[1]
 
+    def plan_state(self, state: Any, mesh: Mesh, rules: AxisRules) -> Plan:
+        """The plan of a train state, for `PjitPartitioner(mesh, plan)`; see `resolve`."""
+        return self.resolve(parameters_of_state(state), mesh, rules)
+
     def outputs(self) -> dict[Path, tuple[str, Any]]:
         """The name and the layout of each module of `output_plan`, by path.
 
@@ -165,7 +175,7 @@ def shard_module(
     """Lays out the arrays of a model over a mesh.
 
     If the parameters do not fit on one device, create them in their shards instead:
-    `PjitPartitioner(mesh=mesh, plan=plan.resolve(...)).init`.
+    `PjitPartitioner(mesh, plan).init`.
 
     Args:
       module: parameters, which may be linen variables; or an nnx module.

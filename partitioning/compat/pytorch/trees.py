@@ -13,11 +13,13 @@ from partitioning.rules import nearest
 from partitioning.state import Path, key_names
 from partitioning.state.boxes import (
     array_of,
+    flatten_state,
     is_carrier,
     is_metadata,
     is_optimizer_variable,
     is_parameter_variable,
 )
+from partitioning.state.naming import parameter_roots
 
 
 def is_nnx_module(x: Any) -> bool:
@@ -50,6 +52,23 @@ def parameters(module: Any) -> dict[Path, Any]:
     if not found:
         raise ValueError(f'a {type(module).__name__} without arrays has nothing to lay out')
     return found
+
+
+def parameters_of_state(state: Any) -> Any:
+    """The parameters of a train state: its linen variables, its nnx variables, or a nested dict."""
+    flat = flatten_state(state)
+    roots = parameter_roots(flat.entries)
+    if any(entry.carrier == 'variable' for entry in flat.entries) or len({*roots.values()}) != 1:
+        return state
+    nested: dict[str, Any] = {}
+    for entry in flat.entries:
+        if entry.path in roots:
+            *above, last = entry.path[len(roots[entry.path]) :] or ('',)
+            tree = nested
+            for key in above:
+                tree = tree.setdefault(key, {})
+            tree[last] = entry.leaf
+    return nested
 
 
 def buffers(module: Any) -> dict[Path, Any]:

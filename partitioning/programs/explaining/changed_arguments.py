@@ -43,7 +43,7 @@ def _changes(before: _Record, after: _Record) -> Iterator[_Change]:
         one, other = (_layout_str(layouts.get(where)) for layouts in (before, after))
         yield _Change(
             f'the keyword argument {where} changed its layout from {one} to {other}',
-            'Give the argument an entry in in_axis_resources, which fixes its layout',
+            'Give the argument an entry in in_shardings, which fixes its layout',
         )
         return
     same = 'Pass the same arguments in every call, either by position or by name'

@@ -34,14 +34,14 @@ def entry_problems(boundary: Boundary, args: Sequence[Any]) -> Iterator[str]:
     entries = f'{count} entry' if count == 1 else f'{count} entries'
     if count < len(names):
         yield (
-            f'in_axis_resources has {entries}, but {len(names)} positional arguments '
+            f'in_shardings has {entries}, but {len(names)} positional arguments '
             f'were passed: {", ".join(names)}. Add an entry for {", ".join(names[count:])} (None '
             'replicates it)'
         )
     elif count > len(names):
         passed = f'only {", ".join(names)}' if names else 'no argument'
         yield (
-            f'in_axis_resources has {entries}, but {passed} was passed: pass an argument '
+            f'in_shardings has {entries}, but {passed} was passed: pass an argument '
             'for each entry, even if the parameter has a default'
         )
 
@@ -103,7 +103,7 @@ def static_field_problems(arguments: Sequence[Argument]) -> Iterator[str]:
         except TreeMismatchError as error:
             yield (
                 f'{argument.name}{jax.tree_util.keystr(error.path)}: the entry in '
-                f'in_axis_resources has {error.first}, but the argument has {error.second}. Make '
+                f'in_shardings has {error.first}, but the argument has {error.second}. Make '
                 f'the specs from this {argument.name}, for example with partitioner.plan'
             )
 
@@ -121,7 +121,7 @@ def fit_problems(boundary: Boundary, arguments: Sequence[Argument]) -> Iterator[
         wrong = not (fits(one, one.entry) and fits(other, other.entry))
         if wrong and fits(one, other.entry) and fits(other, one.entry):
             yield (
-                f'the entries of {one.name} and {other.name} in in_axis_resources are in the wrong '
+                f'the entries of {one.name} and {other.name} in in_shardings are in the wrong '
                 f'order: write the entry of {one.name} first'
             )
     for argument in misfits:
@@ -129,7 +129,7 @@ def fit_problems(boundary: Boundary, arguments: Sequence[Argument]) -> Iterator[
 
 
 def result_problems(boundary: Boundary, result: Any) -> Iterator[str]:
-    """Yields a message for each part of the result that does not fit out_axis_resources."""
+    """Yields a message for each part of the result that does not fit out_shardings."""
     try:
         for path, sharding, leaf in pair_leaves(
             boundary.out_shardings, result, prefix=True, static_fields=False
@@ -141,7 +141,7 @@ def result_problems(boundary: Boundary, result: Any) -> Iterator[str]:
             yield from _shape_problems(where, leaf, sharding)
     except TreeMismatchError as error:
         yield (
-            f'result{jax.tree_util.keystr(error.path)}: out_axis_resources has {error.first}, '
+            f'result{jax.tree_util.keystr(error.path)}: out_shardings has {error.first}, '
             f'but the function returns {error.second}: write one entry for each value that it '
             'returns'
         )
@@ -168,7 +168,7 @@ def layout_problems(
             continue
         yield (
             f'{where} of shape {leaf.shape} is laid out as {_layout_str(leaf.sharding)}, but its '
-            f'entry in in_axis_resources says {_layout_str(sharding)}: '
+            f'entry in in_shardings says {_layout_str(sharding)}: '
             f'{_move(argument, sharding)}'
         ) + pmap_hint(argument, boundary.mesh, leaf, sharding)
 
@@ -244,7 +244,7 @@ def _misfits(boundary: Boundary, argument: Argument) -> Iterator[str]:
     except TreeMismatchError as error:
         where = f'{argument.name}{jax.tree_util.keystr(error.path)}'
         yield (
-            f'{where}: the entry in in_axis_resources has {error.first}, but the argument has '
+            f'{where}: the entry in in_shardings has {error.first}, but the argument has '
             f'{error.second}. Make the specs from this {argument.name}, for example with '
             f'partitioner.plan, or pass the {argument.name} from which they were made'
         )

@@ -1,0 +1,128 @@
+"""A partitioner as a Python object: its attributes, repr, copies and pickles."""
+
+from __future__ import annotations
+
+import functools
+import textwrap
+from collections.abc import Collection
+from typing import Any, Self
+
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from partitioning.mesh import MeshConfig, describe_devices
+from partitioning.partitioner.settings import AnyMesh
+from partitioning.partitioner.t5x_settings import T5xSetting
+from partitioning.rules import describe_axes
+
+
+class PartitionerObject:
+    """The behaviour of a partitioner as a Python object: its attributes, repr, and copies."""
+
+    _mesh_source: AnyMesh
+    _t5x_settings: dict[str, Any]
+    # The names of the class's cached properties, and of the ones that were assigned: subclasses of
+    # T5X's partitioners assign some.
+    _cached_properties: frozenset[str] = frozenset()
+    _assigned: frozenset[str] = frozenset()
+
+    _num_partitions = T5xSetting()
+    _model_parallel_submesh = T5xSetting()
+    _backend = T5xSetting()
+    _ici_mesh_shape = T5xSetting()
+    _dcn_mesh_shape = T5xSetting()
+
+    @property
+    def mesh_source(self) -> AnyMesh:
+        """What the mesh is made from: a MeshConfig, or the mesh itself.
+
+        A MeshConfig can describe other machines, for which `mesh` would raise. If a subclass makes
+        its own mesh, or a mesh was assigned, the source is that mesh.
+        """
+        if 'mesh' in self._assigned or self._maker_of_mesh is not None:
+            return self.mesh  # type: ignore[attr-defined]
+        return self._mesh_source
+
+    @property
+    def _maker_of_mesh(self) -> type | None:
+        """The class that makes the mesh, or None if it is a class of this package."""
+        [by, *_] = (cls for cls in type(self).__mro__ if 'mesh' in vars(cls))
+        return None if by.__module__.startswith('partitioning.') else by
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._cached_properties = frozenset(
+            name
+            for name in dir(cls)
+            if isinstance(getattr(cls, name, None), functools.cached_property)
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        # A cached property stores its own value without this method.
+        if name in self._cached_properties:
+            object.__setattr__(self, '_assigned', self._assigned | {name})
+
+    def _forget(self, kept: Collection[str] = ()) -> None:
+        """Forgets every cached value except those in `kept`; assigned values stay."""
+        for name in self._cached() - {*kept}:
+            del vars(self)[name]
+
+    def _cached(self) -> set[str]:
+        return {*vars(self)} & self._cached_properties - self._assigned
+
+    def __copy__(self) -> Self:
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self.__copy__()  # everything that a partitioner holds is immutable
+
+    def __getstate__(self) -> dict[str, Any]:
+        computed = {*self._cached(), '_boxed_states'}  # boxes may hold a mesh
+        held = {name: value for name, value in vars(self).items() if name not in computed}
+        for mesh in held.values():
+            if isinstance(mesh, Mesh):
+                raise ValueError(
+                    f'this {type(self).__name__} holds the devices of its mesh '
+                    f'{describe_axes(mesh)}, which cannot be pickled: make it with '
+                    f'mesh=MeshConfig(axes={dict(mesh.shape)}) in place of the Mesh'
+                )
+        return held
+
+    def __repr__(self) -> str:
+        rows = self._description()
+        width = max(len(name) for name, _ in rows)
+        indent = ' ' * (width + 4)
+        lines = [type(self).__name__]
+        for name, text in rows:
+            first = f'  {name:<{width}}  '
+            lines += textwrap.wrap(
+                text,
+                width=96,
+                initial_indent=first,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        return '\n'.join(lines)
+
+    def _description(self) -> list[tuple[str, str]]:
+        """The lines of the repr, each as a name and a text."""
+        mesh = self._mesh_without_building()
+        if mesh is None:
+            by = self._maker_of_mesh
+            made = repr(self._mesh_source) if by is None else f'made by {by.__name__}.mesh'
+            return [('mesh', f'not built yet: {made}')]
+        axes = ' x '.join(
+            f'{name} {size}' + (f' ({kind.name})' if kind != AxisType.Auto else '')
+            for (name, size), kind in zip(mesh.shape.items(), mesh.axis_types, strict=True)
+        )
+        if isinstance(mesh, AbstractMesh):
+            return [('mesh', f'{axes}, an AbstractMesh without devices')]
+        return [('mesh', f'{axes}, {describe_devices(mesh)}')]
+
+    def _mesh_without_building(self) -> Mesh | AbstractMesh | None:
+        """The mesh if it is built, or else None: building it may take long, or fail."""
+        mesh = vars(self).get('mesh', vars(self).get('_mesh_source'))
+        return None if isinstance(mesh, MeshConfig) else mesh

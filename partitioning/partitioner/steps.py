@@ -1,0 +1,291 @@
+"""A train step as it is called in a loop, partitioned by the plan of the state.
+
+The layout of the batch follows from the batch of the first call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from partitioning.constraints import lay_out
+from partitioning.partitioner.batches import batch_specs
+from partitioning.partitioner.initializing import array_str, check_only_arrays
+from partitioning.programs.contexts import PjittedFnWithContext
+from partitioning.programs.partitioned_function import PartitionedCallable
+from partitioning.programs.trace_log import Arguments, check_not_pmapped
+from partitioning.state import path_str
+from partitioning.state.static_arrays import (
+    AS_ARRAY_FIELD,
+    find_static_tracers,
+    name_static_field,
+)
+from partitioning.state.structures import match_by_path
+
+
+class TrainingSetup(NamedTuple):
+    """What a training loop needs; see `BasePartitioner.setup`."""
+
+    state: Any
+    step: PartitionedCallable
+    data_spec: Any
+
+
+class Step(PjittedFnWithContext):
+    """A partitioned step whose calls return what the step of the user returns.
+
+    It has the attributes of the partitioned function.
+
+    Args:
+      partition: partitions a function over a mesh, as `BasePartitioner.partition` does.
+      train_step: the step of the user.
+      specs: the specs of the state.
+      data_spec: the spec of the batch, or a tree of them.
+      is_default: whether the user gave no `data_spec`.
+      static_argnums: the positions of compile-time constants.
+      donate: whether the state is donated.
+    """
+
+    def __init__(
+        self,
+        partition: Callable[..., PartitionedCallable],
+        train_step: Callable[..., Any],
+        specs: Any,
+        data_spec: Any,
+        *,
+        is_default: bool,
+        static_argnums: int | Sequence[int],
+        donate: bool,
+    ):
+        self._arguments = arguments = Arguments(train_step)
+        self._static = arguments.check_indices(static_argnums, 'static_argnums')
+        if {0, 1} & {*self._static}:
+            raise ValueError(
+                f'{arguments.function}: static_argnums={static_argnums} names '
+                f'{arguments.name(min(self._static))}, but the state and the batch are arrays'
+            )
+        self._needed, self._defaults = _positional(arguments, self._static)
+        # jax.jit has to know the layout of a result before it is traced. The function that is
+        # compiled therefore always returns a pair of the state and the rest. If `train_step` itself
+        # returns another form, that form is restored after every call.
+        pairs = returning_pairs(train_step, specs)
+
+        def partition_for(data_spec: Any) -> PartitionedCallable:
+            others = self._needed - 2 - len(self._static)
+            return partition(
+                pairs,
+                (specs, data_spec, *[None] * others),
+                (specs, None),
+                static_argnums=self._static,
+                donate_argnums=(0,) if donate else (),
+            )
+
+        self._partition_for, self._data_spec = partition_for, data_spec
+        self._is_default, self._is_laid_out = is_default, False
+        self._pjitted_fn = partition_for(data_spec)
+        self._mesh = self._pjitted_fn.boundary.mesh
+        functools.update_wrapper(self, self._pjitted_fn, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_laid_out:
+            self._lay_out_batch(args, kwargs)
+        if len(args) != self._needed:
+            args, kwargs = self._arrange(args, kwargs)
+        try:  # which costs nothing unless an exception is raised
+            pair = self._pjitted_fn(*args, **kwargs)
+        except jax.errors.ConcretizationTypeError as error:
+            self._raise_static(error, args, kwargs)
+            raise
+        return pair[1].with_state(pair[0]) if type(pair[1]) is _Rest else pair
+
+    def _apply(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        self._lay_out_batch(args, kwargs)
+        args, kwargs = self._arrange(args, kwargs)
+        try:
+            return getattr(self._pjitted_fn, method)(*args, **kwargs)
+        except jax.errors.ConcretizationTypeError as error:
+            self._raise_static(error, args, kwargs)
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self).get('_pjitted_fn'), name)
+
+    def for_arguments(self, *args: Any) -> PartitionedCallable:
+        """The partitioned function, with the batch laid out as in a call with these arguments."""
+        self._lay_out_batch(args, {})
+        return self._pjitted_fn
+
+    def _lay_out_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Decides the layout of the batch, if that has not been done."""
+        if self._is_laid_out:
+            return
+        given = self._arguments.by_name(args, kwargs)
+        name = self._arguments.name(1)
+        if name not in given:
+            return  # jax says that an argument is missing
+        specs = batch_specs(
+            given[name], self._data_spec, self._mesh, name, is_default=self._is_default
+        )
+        if specs is not self._data_spec:
+            self._pjitted_fn = self._partition_for(specs)
+        self._is_laid_out = True
+
+    def _arrange(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call, of which jax.jit takes as many by position as have a layout."""
+        needed = self._needed
+        if len(args) > needed:
+            names = self._arguments.positional[needed : len(args)]
+            if len(names) == len(args) - needed:
+                kwargs = kwargs | dict(zip(names, args[needed:], strict=True))
+                args = args[:needed]
+        elif not kwargs and len(args) + len(self._defaults) >= needed:
+            args = (*args, *self._defaults[len(self._defaults) + len(args) - needed :])
+        return args, kwargs
+
+    def _raise_static(
+        self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Raises ValueError if a trace needed the value of a bool or an integer of the call."""
+        for name, value in self._arguments.by_name(args, kwargs).items():
+            if not isinstance(value, bool | int) or name not in self._arguments.positional:
+                continue
+            index = self._arguments.positional.index(name)
+            if index not in self._static:
+                raise ValueError(
+                    f'{self._arguments.function} needs the value of {name}={value!r} while it is '
+                    f'traced: write setup(..., static_argnums={index}), which compiles the step '
+                    'for each value'
+                ) from error
+
+
+def _positional(arguments: Arguments, static: Sequence[int]) -> tuple[int, tuple[Any, ...]]:
+    """The number of arguments that are passed by position, and the defaults of the last of them.
+
+    jax.jit has to know how many there are. Those that have a default are passed by name, unless
+    they come before a static argument.
+    """
+    if arguments.signature is None:  # of some functions
+        return max(2, *(i + 1 for i in static), 2), ()
+    parameters = list(arguments.signature.parameters.values())[: len(arguments.positional)]
+    least = sum(p.default is p.empty for p in parameters)
+    needed = max(2, least, *(i + 1 for i in static))
+    return needed, tuple(p.default for p in parameters[least:needed])
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=['values'], meta_fields=['kind'])
+@dataclasses.dataclass(frozen=True)
+class _Rest:
+    """A result without its state. Its kind is its type, such as list; None for only a state."""
+
+    values: tuple[Any, ...]
+    kind: type | None
+
+    def with_state(self, state: Any) -> Any:
+        """The result."""
+        if self.kind is None:
+            return state
+        return getattr(self.kind, '_make', self.kind)((state, *self.values))
+
+
+def returning_pairs(train_step: Callable[..., Any], specs: Any) -> Callable[..., Any]:
+    """`train_step` with a result of (state, rest), in which the state is as it was before."""
+    check_not_pmapped(train_step)
+    name = getattr(train_step, '__name__', 'train_step')
+
+    @functools.wraps(train_step)
+    def pair(state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        result = train_step(state, *args, **kwargs)
+        check_only_arrays(result, name)
+        if find_static_tracers(result):
+            raise ValueError(
+                f'{name} puts an array that it computes into the static field '
+                f'{name_static_field(result) or "of a node"}, but a static field is a constant of '
+                f'the program: {AS_ARRAY_FIELD}, or change the state that {name} receives'
+            )
+        after, rest = _state_and_rest(result, state, name)
+        of_each = match_by_path(specs, state)
+        assert of_each is not None, 'jax has compared the structures already'
+        leaves = zip(jax.tree.leaves(state), jax.tree.leaves(after), of_each, strict=True)
+        # Each array has the layout and the dtype of the old one: a weak type would make jax compile
+        # the second call separately. The rest is laid out because over Explicit axes, jax.jit moves
+        # no results.
+        arrays = [
+            lay_out(jax.lax.convert_element_type(new, old.dtype), spec) for old, new, spec in leaves
+        ]
+        rest = jax.tree.map(lambda x: lay_out(x, None), rest)
+        return jax.tree.unflatten(jax.tree.structure(state), arrays), rest
+
+    return pair
+
+
+def _state_and_rest(result: Any, state: Any, name: str) -> tuple[Any, Any]:
+    """The state in the result of a step, and what comes after it.
+
+    Raises ValueError if the result neither is nor begins with a state like the one before.
+    """
+    structure: Any = jax.tree.structure(state)
+
+    def is_state(x: Any) -> bool:
+        return bool(jax.tree.structure(x) == structure)
+
+    if is_state(result):
+        new, rest = result, _Rest((), None)
+    elif isinstance(result, tuple | list) and result and is_state(result[0]):
+        new, *others = result
+        is_pair = type(result) is tuple and len(others) == 1
+        rest = others[0] if is_pair else _Rest(tuple(others), type(result))
+    else:
+        returned, candidate = _kind(result), result
+        if isinstance(result, tuple | list) and result:
+            returned += f' of ({", ".join(map(_kind, result))})'
+            candidate = result[0]
+        raise ValueError(
+            f'{name} returned {returned}, but must return the new state, or a tuple that begins '
+            f'with it, such as (state, metrics). {_difference(candidate, state)}'
+        )
+    _check_same_arrays(new, state, name)
+    return new, rest
+
+
+def _check_same_arrays(after: Any, before: Any, name: str) -> None:
+    """Raises ValueError if an array has another shape or dtype than before."""
+    paths = jax.tree_util.tree_leaves_with_path(before)
+    for (path, old), new in zip(paths, jax.tree.leaves(after), strict=True):
+        was, now = jax.typeof(old), jax.typeof(new)
+        # A Python number takes the dtype of the state, but 0.5 does not become an integer.
+        dtype = jnp.result_type(was.dtype, new) if now.weak_type else now.dtype
+        if (was.shape, was.dtype) != (now.shape, dtype):
+            raise ValueError(
+                f'{name} returned {path_str(path) or "the state"} as {array_str(now)}, but '
+                f'received {array_str(was)}, so each step would be compiled again: return it as '
+                f'{array_str(was)}, or make it {array_str(now)} in the init function'
+            )
+
+
+def _kind(x: Any) -> str:
+    """What a value is, in words: `a dict` or `float32[8]`."""
+    return array_str(jax.typeof(x)) if jax.tree_util.all_leaves([x]) else f'a {type(x).__name__}'
+
+
+def _difference(candidate: Any, state: Any) -> str:
+    """How the structures of a result and of the state differ."""
+    after, before = (
+        [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        for tree in (candidate, state)
+    )
+    if lacks := [path for path in before if path not in after]:
+        return f'It lacks {len(lacks)} of {len(before)} arrays of the state, first {lacks[0]}'
+    if adds := [path for path in after if path not in before]:
+        return f'The state had no {adds[0]}: create it in the init function'
+    return (
+        f'The arrays are the same as in the state, a {type(state).__name__}, but the containers or '
+        'the static fields differ: change the state that the step receives, as state.replace(...) '
+        'does'
+    )

@@ -1,0 +1,143 @@
+"""Logical axis rules: which mesh axes shard a logical axis, with everything that goes with them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args
+
+from partitioning.rules.checks import MeshAxes, either
+from partitioning.rules.names import LogicalAxisRules, OnIndivisible, OnUnmatched
+from partitioning.rules.path_rules import PathRules, check_path_rules
+
+_UNMATCHED, _INDIVISIBLE = get_args(OnUnmatched), get_args(OnIndivisible)
+
+
+class AxisRules(tuple):
+    """Logical axis rules, with their policies, names by path, and rules for the optimizer.
+
+    Usage:
+      AxisRules([('embed', 'data'), ('mlp', 'model')], on_indivisible='drop_axis')
+      AxisRules(names=[('.*/kernel', ('embed', 'mlp')), ('.*/bias', ('mlp',))])
+      AxisRules(rules, optimizer=fsdp_logical_axis_rules(rules))  # ZeRO stage 1
+
+    Args:
+      rules: (logical axis, mesh axis or axes or None) pairs in order of priority. By default a
+        partitioner takes `standard_logical_axis_rules` for the axes of its mesh.
+      on_unmatched: the policy for a dimension whose name has no rule: 'error' or 'replicate'.
+      on_indivisible: the policy for a size that its mesh axes do not divide: 'error', 'replicate',
+        'drop_axis' or 'pad'; see `resolve_axes`.
+      names: (regular expression, names) pairs that name parameters by their whole paths, such as
+        'decoder/mlp/kernel'; see `override_params_axes_names`.
+      optimizer: the rules for the optimizer's state, if they differ.
+
+    The default of the last four is what `rules` have, if these are AxisRules. The default of a
+    policy is then 'error', and the policies of `optimizer` are those of the rules. The sum with
+    other rules, on either side, keeps everything.
+
+    Raises:
+      ValueError: if a rule is malformed or a policy does not exist.
+    """
+
+    on_unmatched: OnUnmatched
+    on_indivisible: OnIndivisible
+    names: PathRules
+    optimizer: AxisRules | None
+    are_defaults: bool
+
+    def __new__(
+        cls,
+        rules: LogicalAxisRules | None = None,
+        on_unmatched: OnUnmatched | None = None,
+        on_indivisible: OnIndivisible | None = None,
+        names: PathRules | None = None,
+        optimizer: LogicalAxisRules | None = None,
+    ) -> AxisRules:
+        made = tuple.__new__(cls, check_rules(() if rules is None else rules))
+        for policy, allowed, given in (
+            ('on_unmatched', _UNMATCHED, on_unmatched),
+            ('on_indivisible', _INDIVISIBLE, on_indivisible),
+        ):
+            value = getattr(rules, policy, 'error') if given is None else given
+            if value not in allowed:
+                raise ValueError(f'{policy} must be {either(allowed)}, not {value!r}')
+            setattr(made, policy, value)
+        inherited = getattr(rules, 'names', ())
+        made.names = inherited if names is None else check_path_rules(names)
+        chosen = getattr(rules, 'optimizer', None) if optimizer is None else optimizer
+        if chosen is not None and not isinstance(chosen, AxisRules):
+            chosen = AxisRules(chosen, made.on_unmatched, made.on_indivisible)
+        made.optimizer = chosen
+        # Whether a partitioner chooses the rules, for the axes of its mesh.
+        made.are_defaults = getattr(rules, 'are_defaults', rules is None)
+        return made
+
+    def with_rules(self, rules: LogicalAxisRules) -> AxisRules:
+        """Other rules, with the same policies, names and rules for the optimizer."""
+        return AxisRules(tuple(rules), *self._others)
+
+    @property
+    def _others(self) -> tuple[Any, ...]:
+        return self.on_unmatched, self.on_indivisible, self.names, self.optimizer
+
+    def __add__(self, other: Any) -> AxisRules:
+        return self.with_rules((*self, *other))
+
+    def __radd__(self, other: Any) -> AxisRules:
+        return self.with_rules((*other, *self))
+
+    def __getnewargs__(self) -> tuple:
+        return None if self.are_defaults else tuple(self), *self._others
+
+    def __repr__(self) -> str:
+        shown = [] if self.are_defaults else [repr(list(self))]
+        for name in ('on_unmatched', 'on_indivisible'):
+            if (policy := getattr(self, name)) != 'error':
+                shown.append(f'{name}={policy!r}')
+        if self.names:
+            shown.append(f'names={list(self.names)!r}')
+        if self.optimizer is not None:
+            shown.append(f'optimizer={self.optimizer!r}')
+        return f'AxisRules({", ".join(shown)})'
+
+
+def check_rules(rules: Iterable[Any]) -> tuple[tuple[str, MeshAxes], ...]:
+    """Rules as pairs; lists of mesh axes, as configuration files write them, become tuples.
+
+    Raises:
+      ValueError: if a rule is not a pair of a name and a mesh axis, several axes, or None.
+    """
+    if isinstance(rules, set | frozenset | Mapping):
+        raise ValueError(
+            f'rules must be ordered, because the first match wins: write {rules!r} as '
+            'a list of pairs'
+        )
+    if isinstance(rules, str) or not isinstance(rules, Iterable):
+        raise ValueError(f"rules={rules!r} must be a list, [('logical axis', 'mesh axis'), ...]")
+    given = tuple(rules)
+    try:
+        return _check_hashable(given)
+    except TypeError:  # a list, as configuration files write rules and mesh axes
+        return _check_each(given)
+
+
+def _check_each(rules: tuple[Any, ...]) -> tuple[tuple[str, MeshAxes], ...]:
+    checked: list[tuple[str, MeshAxes]] = []
+    for rule in rules:
+        match rule:
+            case (str(name), None | str() as axes):
+                checked.append((name, axes))
+            case (str(name), [*several]) if all(isinstance(a, str) for a in several):
+                if len(set(several)) < len(several):
+                    raise ValueError(f'rule {rule!r} names a mesh axis twice: use each axis once')
+                checked.append((name, tuple(several)))
+            case _:
+                raise ValueError(
+                    f"rule {rule!r} is malformed: write ('logical axis', 'mesh axis'), "
+                    "('logical axis', ('one axis', 'another')) or ('logical axis', None)"
+                )
+    return tuple(checked)
+
+
+# Partitioners are made in numbers with the same few tables.
+_check_hashable = functools.lru_cache(maxsize=128)(_check_each)

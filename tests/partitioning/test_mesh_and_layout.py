@@ -1,0 +1,294 @@
+"""PjitPartitioner(mesh, layout): everything that each of the two arguments may be."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
+
+from partitioning import (
+    AxisRules,
+    LogicallyPartitioned,
+    MeshConfig,
+    PjitPartitioner,
+    Plan,
+    TrainState,
+    describe_topology,
+    suggest_rules,
+)
+from partitioning.compat.pytorch import ShardingPlan
+
+pytestmark = pytest.mark.core
+
+KEY = jax.random.key(0)
+SIZES = {'data': 4, 'model': 2}
+SQUARE = Mesh(np.array(jax.devices()).reshape(4, 2), ('data', 'model'))
+RULES = [('batch', 'data'), ('embed', None), ('mlp', 'model')]
+
+
+def init(key):
+    return {'w': jax.random.normal(key, (64, 32)), 'b': jnp.zeros(32)}
+
+
+def named_init(key):
+    return {'w': LogicallyPartitioned(init(key)['w'], ('embed', 'mlp'))}
+
+
+# The mesh.
+
+
+@pytest.mark.parametrize(
+    'mesh',
+    [SQUARE, SQUARE.abstract_mesh, SIZES, {'data': -1, 'model': 2}, MeshConfig(axes=SIZES), 2],
+)
+def test_what_a_mesh_may_be(mesh):
+    partitioner = PjitPartitioner(mesh, RULES)
+    assert dict(partitioner.mesh.shape) == SIZES
+    assert partitioner.plan(named_init, KEY).specs == {'w': P(None, 'model')}
+    assert dict(partitioner.with_mesh({'data': 8}).mesh.shape) == {'data': 8}
+
+
+def test_axis_sizes_with_a_backend():
+    assert PjitPartitioner(SIZES, RULES, backend='cpu').mesh == SQUARE
+
+
+def test_a_described_machine():
+    pytest.importorskip('libtpu')
+    machines = 'v5e:2x4', describe_topology('v5e:2x4')
+    for partitioner in (PjitPartitioner(machine, 'fsdp') for machine in machines):
+        assert dict(partitioner.mesh.shape) == {'data': 8, 'model': 1}
+        assert {device.platform for device in partitioner.mesh.devices.flat} == {'tpu'}
+        assert partitioner.plan(init, KEY)['w'].spec == P('data', None)
+
+
+@pytest.mark.parametrize(
+    'mesh, said',
+    [
+        ('fsdp', "^'fsdp' is a layout, not a mesh: write layout='fsdp'"),
+        (RULES, 'is a layout, not a mesh: write layout='),
+        (Plan(SIZES, ()), 'is a layout, not a mesh: write layout='),
+        ('v9:2x2', 'unknown topology'),
+        ([4, 2], '^mesh=.*axis sizes such as'),
+        ({'data': 3}, 'number of devices is 8'),
+    ],
+)
+def test_values_that_are_not_meshes(mesh, said):
+    with pytest.raises(ValueError, match=said):
+        PjitPartitioner(mesh).mesh  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    'mesh, settings, said',
+    [
+        (2, {'num_partitions': 2}, r'^2 and num_partitions=2 are given: keep one'),
+        (SIZES, {'num_partitions': 2}, '^mesh= already determines num_partitions; remove'),
+        ('v5e:2x4', {'backend': 'cpu'}, '^mesh= already determines backend; remove'),
+        (None, {}, 'At least one of num_partitions'),
+    ],
+)
+def test_meshes_that_are_decided_twice_or_never(mesh, settings, said):
+    with pytest.raises(ValueError, match=said):
+        PjitPartitioner(mesh, RULES, **settings)
+
+
+# The layout.
+
+PARTITION_RULES = [('w', P(None, 'model')), ('.*', P())]
+PLAN = PjitPartitioner(SIZES, PARTITION_RULES).plan(init, KEY)
+
+
+@pytest.mark.parametrize(
+    'layout, w',
+    [
+        ('fsdp', P(('data', 'model'), None)),
+        ('data_parallel', P(None, None)),
+        (AxisRules(RULES, names=[('w', ('embed', 'mlp')), ('b', (None,))]), P(None, 'model')),
+        (AxisRules(names=[('w', ('embed', 'mlp')), ('b', (None,))]), P(None, 'model')),
+        (PARTITION_RULES, P(None, 'model')),
+        ([list(rule) for rule in PARTITION_RULES], P(None, 'model')),
+        (PLAN, P(None, 'model')),
+        (ShardingPlan({'w': P('model')}), P('model', None)),
+        (ShardingPlan({'w': ('mlp', None)}), P('model', None)),
+    ],
+)
+def test_what_a_layout_may_be(layout, w):
+    def with_adam(key):
+        return TrainState.create(init(key), optax.adam(1e-3))
+
+    partitioner = PjitPartitioner(SIZES, layout)
+    over = partitioner.data_partition_spec
+    assert over == P(('data', 'model')) if layout in ('fsdp', 'data_parallel') else P('data')
+    plan = partitioner.plan(with_adam, KEY)
+    assert [row.spec for row in plan.rows if row.path.endswith('/w')] == [w] * 3
+    assert partitioner.plan(plan.init(KEY)).specs == plan.specs
+
+
+def test_suggested_rules_are_a_layout():
+    rules = suggest_rules(jax.eval_shape(init, KEY), SQUARE)
+    by_names = PjitPartitioner(SQUARE, AxisRules(names=rules)).plan(init, KEY)
+    assert PjitPartitioner(SQUARE, rules).plan(init, KEY) == by_names
+
+
+def test_the_default_mesh_of_a_layout(tmp_path):
+    assert dict(PjitPartitioner(layout='fsdp').mesh.shape) == {'data': 8, 'model': 1}
+    PLAN.save(tmp_path / 'plan.json')
+    for plan in (PLAN, Plan.load(tmp_path / 'plan.json')):
+        partitioner = PjitPartitioner(layout=plan)
+        assert dict(partitioner.mesh.shape) == SIZES
+        assert partitioner.plan(init, KEY) == PLAN
+
+
+def test_zero_and_policies_are_part_of_the_rules():
+    state = {'params': {'w': jax.ShapeDtypeStruct((7, 8), 'float32')}}
+    state['opt_state'] = {'mu': dict(state['params'])}
+    names, whole = [('w', ('embed', 'mlp'))], [('embed', None), ('mlp', None)]
+    rules = AxisRules(
+        whole, on_indivisible='replicate', names=names, optimizer=[('embed', 'data'), *RULES]
+    )
+    plan = PjitPartitioner(SIZES, rules).plan(state)
+    assert plan['params/w'].spec == P(None, None)
+    assert plan['opt_state/mu/w'].spec == P(None, 'model')  # 4 does not divide 7
+    assert 'optimizer=' in repr(rules) and "on_indivisible='replicate'" in repr(rules)
+    added = rules + RULES
+    assert (added.names, added.optimizer) == (rules.names, rules.optimizer)
+
+
+@pytest.mark.parametrize(
+    'layout, settings, said',
+    [
+        ('fspd', {}, "^layout='fspd' must be 'fsdp'.*Did you mean 'fsdp'"),
+        ('plan.json', {}, r"Plan.load\('plan.json'\)"),
+        ({'embed': 'data'}, {}, '^layout=.* must be .*logical axis rules such as'),
+        (SQUARE, {}, 'is a mesh: write mesh='),
+        (MeshConfig(axes=SIZES), {}, 'is a mesh: write mesh='),
+        (
+            [('.*/w', ('embed', 'mlp'))],
+            {},
+            r"'\.\*/w' is not a logical axis.*AxisRules\(names=.*Par",
+        ),
+        ([('w', 3)], {}, r"rule \('w', 3\) is malformed"),
+        ([('w', P('data')), ('b', 3)], {}, 'a partition rule must be'),
+        ([('w', P('data')), ('(', P())], {}, 'not a valid regular expression'),
+        (RULES, {'logical_axis_rules': RULES}, 'remove logical_axis_rules or layout'),
+        ('fsdp', {'logical_axis_rules': RULES}, 'remove logical_axis_rules or layout'),
+        (PLAN, {'logical_axis_rules': AxisRules(names=[('w', (None,))])}, 'remove names or layout'),
+        (PARTITION_RULES, {'logical_axis_rules': AxisRules(optimizer=[])}, 'remove optimizer'),
+    ],
+)
+def test_layouts_that_are_malformed_or_decided_twice(layout, settings, said):
+    with pytest.raises(ValueError, match=said) as error:
+        PjitPartitioner(SIZES, layout, **settings)
+    assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    'name, said',
+    [
+        ('num_partition', "Did you mean 'num_partitions'"),
+        ('plan', 'Write layout=plan'),
+        ('on_unmatched', r'AxisRules\(rules, on_unmatched=...\)'),
+        ('params_axes_names_override', r'AxisRules\(names=...\)'),
+    ],
+)
+def test_arguments_that_do_not_exist(name, said):
+    with pytest.raises(TypeError, match=f'^PjitPartitioner has no argument {name!r}.*{said}'):
+        PjitPartitioner(SIZES, **{name: None})
+
+
+# What `plan` takes.
+
+
+class Callable:
+    def __call__(self, key):
+        return init(key)
+
+
+class Model(eqx.Module):
+    w: jax.Array
+
+    def __init__(self, key):
+        self.w = init(key)['w']
+
+    def __call__(self, x):
+        return x @ self.w
+
+    def remake(self, key):
+        return Model(key)
+
+
+EQUINOX = Model(KEY)
+NNX = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    'state',
+    [init(KEY), EQUINOX, NNX, nnx.state(NNX), jax.eval_shape(Model, KEY)],
+    ids=['dict', 'equinox', 'nnx', 'nnx.state', 'abstract'],
+)
+def test_a_state_has_a_plan(state):
+    plan = PjitPartitioner(SIZES, 'fsdp').plan(state)
+    assert plan.program is None
+    assert {row.shape for row in plan.rows} <= {(64, 32), (32,)}
+    if not isinstance(jax.tree.leaves(state)[0], jax.ShapeDtypeStruct):
+        plan.check(jax.device_put(state, plan.shardings))
+
+
+@pytest.mark.parametrize(
+    'function',
+    [
+        init,
+        lambda key: init(key),
+        jax.jit(init),
+        functools.partial(init),
+        jax.tree_util.Partial(init),
+        Callable(),
+        Model,
+        EQUINOX.remake,
+        eqx.filter_jit(lambda key: {'w': EQUINOX.w}),
+    ],
+    ids=[
+        'function',
+        'lambda',
+        'jit',
+        'partial',
+        'Partial',
+        'callable',
+        'class',
+        'method',
+        'filter_jit',
+    ],
+)
+def test_an_init_function_has_a_plan_that_makes_the_state(function):
+    plan = PjitPartitioner(SIZES, 'fsdp').plan(function, KEY)
+    plan.check(plan.init(KEY))
+
+
+def test_a_state_takes_no_arguments():
+    with pytest.raises(ValueError, match=r'a dict, takes no .* arguments.* 1: .*\(init, key\)'):
+        PjitPartitioner(SIZES, 'fsdp').plan(init(KEY), KEY)
+
+
+# The names of T5X.
+
+
+def test_the_arguments_of_partition_have_the_names_of_jax_and_of_t5x():
+    partitioner = PjitPartitioner(SIZES, RULES)
+    double, x = lambda x: x * 2, np.arange(8.0, dtype='float32')
+    for names in (('in_shardings', 'out_shardings'), ('in_axis_resources', 'out_axis_resources')):
+        found = partitioner.partition(double, **dict(zip(names, (P('data'), P()), strict=True)))(x)
+        np.testing.assert_array_equal(found, x * 2)
+        assert found.sharding.is_fully_replicated
+    with pytest.raises(ValueError, match=r'both given: remove in_axis_resources'):
+        partitioner.partition(double, P(), P(), in_axis_resources=P())
+    with pytest.raises(TypeError, match='needs out_shardings'):
+        partitioner.partition(double, P())
+
+
+def test_an_abstract_mesh_first():
+    mesh = AbstractMesh((4, 2), ('data', 'model'))
+    assert PjitPartitioner(mesh, 'fsdp').plan(init, KEY)['w'].spec == P(('data', 'model'), None)

@@ -1,0 +1,179 @@
+"""partitioner.setup: batches of any structure, static arguments, and states that exist."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from partitioning import LogicallyPartitioned, PjitPartitioner, check_compiled_once
+
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
+
+KEY = jax.random.key(0)
+FSDP = PjitPartitioner(layout='fsdp')
+ROWS = np.linspace(-1, 1, 8 * 64, dtype='float32').reshape(8, 64)
+
+
+def init(key):
+    return {'w': jax.random.normal(key, (64, 64))}
+
+
+def step(state, batch):
+    return {'w': state['w'] - batch['lr'] * (batch['x'].T @ batch['x'])}, 0.0
+
+
+def scanned(state, rows):
+    return jax.lax.scan(lambda s, x: ({'w': s['w'] + x.T @ x}, 0.0), state, rows)
+
+
+def close(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+
+
+def inputs(function, *args):
+    """The specs of the arrays of the batch in the compiled function."""
+    return jax.tree.map(lambda s: s.spec, function.lower(*args).compile().input_shardings[0][1])
+
+
+def test_scalars_of_a_batch_are_replicated():
+    batch = {'x': ROWS, 'lr': np.float32(0.1), 'nothing': None}
+    state, run, data_spec = FSDP.setup(init, step, KEY)
+    assert data_spec == P('data')
+    assert inputs(run, state, batch) == {'x': P('data'), 'lr': P(), 'nothing': None}
+    before = np.asarray(state['w'])
+    state, _ = run(state, batch)
+    close(state['w'], before - 0.1 * ROWS.T @ ROWS)
+    run(state, batch)
+    check_compiled_once(run)
+
+
+def test_arrays_of_other_sizes_are_laid_out_by_their_own_size():
+    graph = {'nodes': np.ones((48, 2)), 'edges': np.ones((80, 2)), 'graphs': np.ones(8)}
+    state, run, _ = FSDP.setup(init, lambda s, g: (s, g), KEY)
+    assert inputs(run, state, graph) == dict.fromkeys(graph, P('data'))
+
+
+@pytest.mark.parametrize('data_spec', [P(None, 'data'), {'a': P(None, 'data'), 'b': P()}])
+def test_batches_of_steps_that_are_scanned(data_spec):
+    rows = np.stack([ROWS * n for n in range(1, 6)])
+    batch = {'a': rows, 'b': np.float32(1)}
+    state, run, given = FSDP.setup(
+        init, lambda s, b: scanned(s, b['a'] * b['b']), KEY, data_spec=data_spec
+    )
+    assert given == data_spec
+    assert inputs(run, state, batch) == {'a': P(None, 'data'), 'b': P()}
+    before = np.asarray(state['w'])
+    state, _ = run(state, batch)
+    close(state['w'], before + 55 * ROWS.T @ ROWS)  # 1 + 4 + 9 + 16 + 25
+
+
+@pytest.mark.parametrize(
+    'batch, said',
+    [
+        (np.ones((5, 8, 64)), r'^batch of shape \(5, 8, 64\): 8 .*size 5.*=P\(None, .data.\) if'),
+        ({'x': ROWS, 'y': np.ones(7)}, r"^batch\['y'\] of shape \(7,\).*size 7.*data_spec=P\(\)"),
+        ([np.ones((12, 3))], r'^batch\[0\] .*\(data 8\).*12.*padded_data_partition_spec'),
+    ],
+)
+@pytest.mark.parametrize('method', ['__call__', 'lower', 'eval_shape'])
+def test_sizes_that_do_not_divide_are_named(batch, said, method):
+    state, run, _ = FSDP.setup(init, lambda s, batch: s, KEY)
+    with pytest.raises(ValueError, match=said) as error:
+        getattr(run, method)(state, batch)
+    assert '\n' not in str(error.value)
+    run(state, ROWS)  # the state was not donated, and another batch is fine
+
+
+def test_a_padded_batch():
+    spec = FSDP.padded_data_partition_spec
+    state, run, _ = FSDP.setup(init, lambda s, x: (s, x.sum()), KEY, data_spec=spec)
+    close(run(state, ROWS[:5])[1], ROWS[:5].sum())
+
+
+# Static arguments.
+
+
+def with_flag(state, batch, scale=1.0, train=True):
+    return {'w': state['w'] * (2.0 if train else 1.0) * scale}, batch.sum()
+
+
+def test_static_arguments():
+    state, run, _ = FSDP.setup(init, with_flag, KEY, static_argnums=3, donate=False)
+    for args, keywords, factor in (
+        ((), {}, 2),
+        ((3.0,), {}, 6),
+        ((3.0, False), {}, 3),
+        ((), {'train': False}, 1),
+        ((), {'scale': 3.0, 'train': False}, 3),
+    ):
+        close(run(state, ROWS, *args, **keywords)[0]['w'], factor * state['w'])
+    assert not state['w'].is_deleted()  # donate=False
+    assert run.num_traces() <= 3  # of each value of train, at most with two kinds of scale
+
+
+def test_a_bool_that_is_not_static():
+    state, run, _ = FSDP.setup(init, with_flag, KEY)
+    with pytest.raises(ValueError, match=r'with_flag .*train=False .*static_argnums=3') as error:
+        run(state, ROWS, train=False)
+    assert isinstance(error.value.__cause__, jax.errors.TracerBoolConversionError)
+
+
+def test_the_state_and_the_batch_are_not_static():
+    with pytest.raises(ValueError, match=r'static_argnums=\(1,\) names batch'):
+        FSDP.setup(init, with_flag, KEY, static_argnums=(1,))
+
+
+# States that exist.
+
+
+class Layer(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+        self.count = nnx.Variable(jnp.int32(0))
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+def test_an_existing_state():
+    given = {'w': np.ones((64, 64), 'float32'), 'step': 0, 'rate': jnp.float32(2) * 1}
+    add = lambda s, b: {'w': s['w'] + b.sum(), 'step': s['step'] + 1, 'rate': s['rate']}  # noqa: E731
+    state, run, _ = FSDP.setup(given, add)
+    assert state['w'].addressable_shards[0].data.shape == (8, 64)
+    for _ in range(2):
+        state = run(state, ROWS)
+    check_compiled_once(run)
+    close(state['w'], 1 + 2 * ROWS.sum())
+    assert int(state['step']) == 2
+    assert (given['w'] == 1).all()
+
+
+def test_an_existing_module():
+    def train(layer, batch):
+        layer.count[...] += 1
+        return layer, layer(batch).sum()
+
+    state, run, _ = FSDP.setup(Layer(), train)
+    assert isinstance(state, Layer)
+    state, _ = run(state, ROWS)
+    assert int(state.count[...]) == 1
+    FSDP.plan(state).check(state)
+
+
+def test_boxes_of_an_existing_state_are_removed():
+    rules = [('batch', 'data'), ('embed', 'model')]
+    boxed = {'w': LogicallyPartitioned(jnp.ones((8, 8)), ('embed', None))}
+    partitioner = PjitPartitioner({'data': 4, 'model': 2}, rules)
+    state, _, _ = partitioner.setup(boxed, lambda s, b: s)
+    assert state['w'].sharding.spec == P('model', None)
+
+
+def test_states_that_hold_no_arrays():
+    for wrong, said in (
+        ({'w': jax.ShapeDtypeStruct((8,), 'float32')}, 'the state holds a ShapeDtypeStruct .*at w'),
+        ({'w': ROWS, 'f': 'name'}, "the state holds the string 'name' at f"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            FSDP.setup(wrong, step)
