@@ -16,6 +16,7 @@ Side = Literal['inward', 'outward']
 # The last key of a path is the module itself unless it is one of these.
 ARRAY_KEYS = {'kernel', 'w', 'weight', 'weights', 'embedding', 'embeddings', 'bias', 'b', 'scale'}
 _ATTENTION = re.compile(r'att(n|ention)')
+_MLP_BLOCK = re.compile(r'(^|_)(mlp|ffn?|feed_?forward)(_|$)')
 _PROJECTION = re.compile(
     r'^(w_?)?(q|k|v|kv|qkv|query|key|value|query_key_value)$|^o$|(^|_)(q|k|v|o|kv|qkv)_(proj|einsum)$'
 )
@@ -90,7 +91,8 @@ def _is_norm_scale(keys: list[str], last: str) -> bool:
 
 def _use(keys: list[str], last: str) -> Use | None:
     module, parent = keys[-1], keys[-2] if len(keys) > 1 else ''
-    is_attention = _PROJECTION.search(module) or any(map(_ATTENTION.search, keys))
+    blocks = (key for key in reversed(keys) if _ATTENTION.search(key) or _MLP_BLOCK.search(key))
+    is_attention = _PROJECTION.search(module) or _ATTENTION.search(next(blocks, ''))
     if last != 'kernel' and (_POSITIONS.search(module) or _POSITIONS.search(parent)):
         return 'positions'
     if last in ('bias', 'b') or 'bias' in module:

@@ -75,10 +75,11 @@ class Structure:
             if self.words(path).use != 'bias':  # it would count the output of its matrix twice
                 self.shared.update({*self._sizes(path)})
         self._evidence: dict[str, Sizes] = collections.defaultdict(collections.Counter)
-        for path in shapes:
-            if (size := self._says_width(path)) is not None:
-                for folder in _folders(path):
-                    self._evidence[folder][size] += 1
+        self._note_evidence({p: n for p in shapes if (n := self._scaled(p)) is not None})
+        # A word counts for a size that norms or tables have too, unless there are none.
+        known = {*self._evidence['']}
+        said = {path: self._said_width(path) for path in shapes}
+        self._note_evidence({p: n for p, n in said.items() if n and (n in known or not known)})
         self._inner: dict[str, set[int]] = collections.defaultdict(set)
         for path, matrix in self.matrices.items():
             self._note_inner(path, matrix)
@@ -149,18 +150,26 @@ class Structure:
         key = re.split('[/.]', path)[-1]
         return self._out_first.get(key, key == 'weight')
 
-    def _says_width(self, path: str) -> int | None:
-        """The size that this array alone says is the width."""
-        words, dims, matrix = self.words(path), self.dims[path], self.matrices[path]
-        shape, size = self.shapes[path], None
+    def _note_evidence(self, sizes: Mapping[str, int]) -> None:
+        for path, size in sizes.items():
+            for folder in _folders(path):
+                self._evidence[folder][size] += 1
+
+    def _scaled(self, path: str) -> int | None:
+        """The size that a norm scales or a table looks up."""
+        words, dims = self.words(path), self.dims[path]
         if (words.is_norm and len(dims) == 1) or (words.use == 'table' and len(dims) == 2):
-            size = shape[dims[-1]]
-        elif matrix is not None and len(dims) == 2:
-            if words.use == 'logits' or words.side == 'inward':
-                size = matrix.reads
-            elif words.side == 'outward':
-                size = matrix.writes
-        return size if size is not None and size >= SMALLEST else None
+            return _if_large(self.shapes[path][dims[-1]])
+        return None
+
+    def _said_width(self, path: str) -> int | None:
+        """The size that a projection reads or writes as the width, according to its name."""
+        words, matrix = self.words(path), self.matrices[path]
+        if matrix is None or len(self.dims[path]) != 2:
+            return None
+        if words.use == 'logits' or words.side == 'inward':
+            return _if_large(matrix.reads)
+        return _if_large(matrix.writes) if words.side == 'outward' else None
 
     @functools.cache  # noqa: B019  # lives as long as the names of one model
     def _width_of(self, folder: str) -> int | None:
@@ -229,6 +238,10 @@ class Structure:
         It returns to the size that it has read, and its block has another width.
         """
         return path in self._returning and any(map(self._width_of, _folders(path)))
+
+
+def _if_large(size: int) -> int | None:
+    return size if size >= SMALLEST else None
 
 
 def _folders(path: str) -> Iterator[str]:

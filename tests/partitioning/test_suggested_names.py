@@ -168,6 +168,17 @@ def mixer(tokens=32, width=64):
     return tree(layers(2, block) | dense('head', width, 16))
 
 
+def unet(width=64):
+    """A block of a diffusion model, whose module 'proj' leads into its MLP."""
+    block = 'down_blocks_0/attentions_0/transformer_blocks_{}'
+    layer = {f'{block}/attn1/to_{k}/kernel': (width, width) for k in 'qkv'}
+    layer |= dense(f'{block}/attn1/to_out_0', width, width)
+    layer |= dense(f'{block}/ff/net_0/proj', width, 8 * width)
+    layer |= dense(f'{block}/ff/net_2', 4 * width, width) | norm(f'{block}/norm1', width)
+    rest = dense('time_embedding/linear_1', 32, 4 * width)
+    return tree(rest | layers(2, layer) | dense('time_embedding/linear_2', 4 * width, 4 * width))
+
+
 def deepseek(width=256, low=64, heads=128):
     """Multi-head latent attention: a rank between the width and the heads."""
     layer = {'model/layers/{}/input_layernorm/weight': (width,)}
@@ -277,6 +288,15 @@ CASES = {
             'channel_mixing/Dense_0/kernel': INTO,
             'channel_mixing/Dense_1/kernel': OUT_OF,
             'head/kernel': ('embed', 'vocab'),
+        },
+    ),
+    'unet': (
+        lambda key: unet(),
+        {
+            'attn1/to_q/kernel': QUERY,
+            'attn1/to_out_0/kernel': BACK,
+            'ff/net_0/proj/kernel': INTO,
+            'ff/net_2/kernel': OUT_OF,
         },
     ),
     'latent attention': (
