@@ -47,6 +47,12 @@ class Shards:
     expert: int = 1
     is_standard: bool = True
 
+    @property
+    def batch(self) -> tuple[str, ...]:
+        """The mesh axes of the batch, if no standard rule shards it; otherwise empty."""
+        data = tuple(axis for axis in self.axes if axis not in self.model_axes)
+        return () if self.is_standard else data or self.axes
+
     @classmethod
     def of_mesh(cls, mesh: MeshLike) -> Shards:
         """The shards on a mesh; see `axis_sizes`."""

@@ -64,8 +64,8 @@ class Share:
         )
         if self.by_fsdp is not None and self.by_fsdp < self.per_device:
             text += (
-                f' With fsdp_logical_axis_rules(standard_logical_axis_rules()) it holds '
-                f'{self.by_fsdp / self.total:.1%}.'
+                ' With AxisRules(fsdp_logical_axis_rules(standard_logical_axis_rules()), '
+                f'names=rules) it holds {self.by_fsdp / self.total:.1%}.'
             )
         return text
 
@@ -149,11 +149,7 @@ def _mesh_axes_note(shards: Shards) -> str:
             'The standard rules shard parameters over no axis of this mesh that has several '
             f"devices, so the mesh axes {shards.embed} stand in place of 'embed' (FSDP)."
         )
-    batch = tuple(axis for axis in shards.axes if axis not in shards.model_axes)
-    return (
-        'The standard rules do not know the axes of this mesh, so mesh axes stand in place of '
-        f"names: write AxisRules([('batch', {batch})], names=rules)."
-    )
+    return 'The standard rules do not know this mesh, so its axes stand in place of names.'
 
 
 def _example(paths: Sequence[str]) -> str:

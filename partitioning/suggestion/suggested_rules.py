@@ -40,11 +40,13 @@ class SuggestedRules(tuple):
       matches: the arrays that each rule takes, as `explain_rules` returns them.
       notes: what a reader should know about the choices.
       share: the part of the bytes that stays on every device; None if no array needs a rule.
+      batch: the mesh axes of the batch, if the standard rules do not know the axes of the mesh.
     """
 
     matches: RuleMatches
     notes: tuple[str, ...]
     share: Share | None
+    batch: tuple[str, ...]
 
     def __new__(
         cls,
@@ -52,17 +54,20 @@ class SuggestedRules(tuple):
         matches: RuleMatches,
         notes: Iterable[str] = (),
         share: Share | None = None,
+        batch: tuple[str, ...] = (),
     ) -> SuggestedRules:
         made = tuple.__new__(cls, rules)
-        made.matches, made.notes, made.share = matches, tuple(notes), share
+        made.matches, made.notes, made.share, made.batch = matches, tuple(notes), share, batch
         return made
 
     def __getnewargs__(self) -> tuple:
-        return tuple(self), self.matches, self.notes, self.share
+        return tuple(self), self.matches, self.notes, self.share, self.batch
 
     def as_layout(self) -> AxisRules:
-        """The layout by these names and the standard rules; see PjitPartitioner."""
-        return AxisRules(names=self)
+        """The layout by these names, with the standard rules if they know the mesh."""
+        return (
+            AxisRules([('batch', self.batch)], names=self) if self.batch else AxisRules(names=self)
+        )
 
     def __str__(self) -> str:
         lines = ['rules = [']
@@ -74,6 +79,9 @@ class SuggestedRules(tuple):
             lines.append(f'    ({_raw(rule.pattern)}, {rule.names!r}),')
         lines.append(']')
         notes = [*([] if self.share is None else [str(self.share)]), *self.notes]
+        if self:
+            batch = f"[('batch', {self.batch})], " if self.batch else ''
+            notes.insert(0, f'PjitPartitioner(mesh, AxisRules({batch}names=rules))')
         return '\n'.join([*lines, *(line for note in notes for line in _comment(note))])
 
 
@@ -99,8 +107,9 @@ def suggest_rules(
       state: an init function, which is traced inside the mesh; or a pytree of parameters or a train
         state, abstract or not, of any library. Layers may be stacked along a dimension, as under
         scan. Arrays of an optimizer follow their parameters.
-      mesh: the mesh, or the sizes of its axes, which must divide each dimension that is sharded. By
-        default sizes that are divisible by 8 are sharded, over the mesh axes 'data' and 'model'.
+      mesh: the mesh, a MeshConfig, or the sizes of its axes, which must divide each dimension that
+        is sharded. By default sizes that are divisible by 8 are sharded, over the mesh axes 'data'
+        and 'model'.
       *args: the arguments of the init function, abstract or not.
 
     Returns:
@@ -135,7 +144,8 @@ def suggest_rules(
             f'{shards.axes}. For other meshes, write suggest_rules(state, mesh).'
         )
     given = {path: n.names for path, n in named.items()}
-    return SuggestedRules(rules, matches, notes, share_of(given, shapes, sizes, mesh))
+    share = share_of(given, shapes, sizes, mesh)
+    return SuggestedRules(rules, matches, notes, share, shards.batch)
 
 
 def _named(

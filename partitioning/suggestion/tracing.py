@@ -27,6 +27,8 @@ def as_mesh(mesh: Any) -> MeshLike | None:
         return None
     if isinstance(mesh, MeshConfig):
         return mesh.build()
+    if isinstance(mesh, Mapping) and -1 in mesh.values():
+        return MeshConfig(axes=mesh).build()
     is_sizes = isinstance(mesh, Mapping) and all(map(is_count, mesh.values()))
     if not (isinstance(mesh, Mesh | AbstractMesh) or is_sizes):
         raise ValueError(

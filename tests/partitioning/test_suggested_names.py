@@ -352,11 +352,13 @@ def test_axes_without_standard_rules_stand_in_place_of_names():
     mesh = create_mesh((4, 2), ('fsdp_like', 'tensor'))
     state = {'up': {'kernel': array(64, 256)}, 'down': {'kernel': array(256, 64)}}
     rules = suggest_rules(state, mesh)
-    assert "AxisRules([('batch', ('fsdp_like',))], names=rules)" in str(rules)
-    partitioner = PjitPartitioner(mesh, AxisRules([('batch', ('fsdp_like',))], names=rules))
-    specs = partitioner.plan(state).specs
-    assert specs['up']['kernel'] == P('fsdp_like', 'tensor')
-    assert specs['down']['kernel'] == P('tensor', 'fsdp_like')
+    shown = "PjitPartitioner(mesh, AxisRules([('batch', ('fsdp_like',))], names=rules))"
+    assert shown in str(rules)
+    for partitioner in PjitPartitioner(mesh, rules), eval(shown, {**globals(), **locals()}):
+        specs = partitioner.plan(state).specs
+        assert specs['up']['kernel'] == P('fsdp_like', 'tensor')
+        assert specs['down']['kernel'] == P('tensor', 'fsdp_like')
+        assert partitioner.data_partition_spec == P('fsdp_like')
 
 
 def test_experts_are_sharded_over_their_axis():
@@ -374,9 +376,11 @@ def test_the_share_that_stays_on_every_device_is_printed():
     assert (rules.share.total, rules.share.replicated) == (131_328, 256)
     assert (rules.share.per_device, rules.share.by_fsdp) == (65_792, 16_640)
     text = ' '.join(line.lstrip('# ') for line in str(rules).splitlines())
+    assert 'PjitPartitioner(mesh, AxisRules(names=rules)) Replicated' in text
     assert 'Replicated on data 4 x model 2: 0.2% of 131.3 kB' in text
     assert 'each device holds 50.1%; an even share is 12.5%' in text
-    assert 'fsdp_logical_axis_rules(standard_logical_axis_rules()) it holds 12.7%' in text
+    assert 'With AxisRules(fsdp_logical_axis_rules(standard_logical_axis_rules()), ' in text
+    assert 'names=rules) it holds 12.7%' in text
 
 
 # Init functions.
@@ -389,7 +393,8 @@ def needs_mesh(key):
 
 
 @pytest.mark.parametrize(
-    'mesh', [MESH, create_mesh((4, 2), ('data', 'model')), MeshConfig(axes=MESH)], ids=type
+    'mesh',
+    [MESH, {'data': -1, 'model': 2}, create_mesh((4, 2), tuple(MESH)), MeshConfig(axes=MESH)],
 )
 def test_an_init_function_that_needs_a_mesh(mesh):
     assert dict(suggest_rules(needs_mesh, mesh, KEY)) == {'.*/kernel': ('embed', 'mlp')}
