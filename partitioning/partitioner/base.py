@@ -113,6 +113,11 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         return PartitionSpec(self._data_axis)
 
     @property
+    def _checked_data_spec(self) -> PartitionSpec:
+        """The spec of a batch whose layout nobody else has given, which a rule must decide."""
+        return self.data_partition_spec
+
+    @property
     def padded_data_partition_spec(self) -> PaddedSpec:
         """The entry of a batch with any number of rows, in place of `data_partition_spec`.
 
@@ -178,7 +183,7 @@ class BasePartitioner(PartitionerObject, abc.ABC):
           ValueError: if the number of rows is not what this process holds, or differs from leaf to
             leaf.
         """
-        spec = self.data_partition_spec if spec is None else spec
+        spec = self._checked_data_spec if spec is None else spec
         return local_to_global(local_batch, self.mesh, spec, batch_size)
 
     def to_local(self, global_batch: Any) -> Any:
@@ -306,7 +311,7 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         """
         plan = self.plan(init_or_state, *args)
         state = plan.init(*args) if plan.program else place_state(init_or_state, plan)
-        spec = self.data_partition_spec if data_spec is None else data_spec
+        spec = self._checked_data_spec if data_spec is None else data_spec
         step: Any = Step(
             self.partition,
             train_step,

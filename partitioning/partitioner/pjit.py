@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Self, Unpack
 
 import jax
+from jax.sharding import PartitionSpec
 
 from partitioning.mesh import MeshConfig
 from partitioning.partitioner.base_pjit import BasePjitPartitioner
@@ -40,6 +41,7 @@ from partitioning.plan import (
     build_plan,
     impose_plan,
     lint,
+    with_proposal,
 )
 from partitioning.plan.layouts import RuleLayout, WordLayout
 from partitioning.rules import (
@@ -267,6 +269,12 @@ class PjitPartitioner(BasePjitPartitioner):
             )
         return axes
 
+    @functools.cached_property
+    def _checked_data_spec(self) -> PartitionSpec:
+        rules = self.logical_axis_rules
+        check_batch_rule(rules, self.mesh, self._layout, must_shard=True)
+        return self.data_partition_spec
+
     def _check_default_rules(self) -> None:
         """Rules that the user did not choose must not leave a mesh axis unused."""
         if self._layout is None:
@@ -313,12 +321,22 @@ class PjitPartitioner(BasePjitPartitioner):
             layout = layout.plan_state(train_state, self.mesh, self.logical_axis_rules)
         if isinstance(layout, Plan):
             return impose_plan(layout, train_state, self.mesh)
-        if self._has_default_rules:
-            self._check_default_rules()
+        named = self._with_names(train_state)
+        try:
+            if self._has_default_rules:
+                self._check_default_rules()
+        except ValueError as error:
+            raise with_proposal(error, named, self.rule_set, self.mesh) from None
         said, cls = None, type(self)
         if self._layout is None and cls.get_logical_axes is not PjitPartitioner.get_logical_axes:
             said = self._said_axes(train_state)
-        return build_plan(self._with_names(train_state), self.rule_set, self.mesh, said=said)
+        try:
+            return build_plan(named, self.rule_set, self.mesh, said=said)
+        except ValueError as error:
+            axes = [axis for _, given in self.logical_axis_rules for axis in as_tuple(given)]
+            if self._layout is not None or {*axes} <= {*self.mesh.shape}:
+                raise
+            raise with_proposal(error, named, self.rule_set, self.mesh) from None
 
     def _said_axes(self, train_state: Any) -> Any:
         """The logical axes from a subclass that overrides `get_logical_axes`, as in T5X."""

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from partitioning.hardware import Topology
 from partitioning.mesh import MeshConfig
 from partitioning.partitioner.t5x_settings import given_for_mesh
-from partitioning.plan import Plan
+from partitioning.plan import Plan, batch_axes
 from partitioning.plan.layouts import (
     LayoutWord,
     PartitionRules,
@@ -22,6 +22,7 @@ from partitioning.plan.layouts import (
     check_partition_rules,
 )
 from partitioning.rules import (
+    USUAL_BATCH_AXES,
     AxisRules,
     LogicalAxisRules,
     MeshAxes,
@@ -32,6 +33,7 @@ from partitioning.rules import (
     from_tuple,
     nearest,
 )
+from partitioning.rules.checks import axis_problems
 
 # What a mesh is made from, and what can describe that.
 AnyMesh = Mesh | AbstractMesh | MeshConfig
@@ -62,8 +64,6 @@ _LOGGER = logging.getLogger(__name__)
 _WORDS = get_args(LayoutWord)
 # The names that models give the batch. A layout word shards these logical axes of activations.
 _BATCH_NAMES = ('batch', 'activation_batch')
-# The mesh axes that shard the batch if no rule does. EasyLM, FJFormer and Levanter use them.
-_DATA_AXES = ('replica', 'data', 'fsdp', 'dp', 'batch', 'expert')
 
 
 def read_mesh(mesh: MeshSetting | None, t5x_settings: Mapping[str, Any]) -> AnyMesh:
@@ -229,7 +229,7 @@ def activation_rules(layout: OtherLayout | None, mesh: MeshLike, policies: AxisR
         return AxisRules(rules, on_unmatched='replicate')
     if layout is None:
         return policies.with_rules(())
-    known = tuple(axis for axis in sizes if axis in _DATA_AXES)
+    known = tuple(axis for axis in sizes if axis in USUAL_BATCH_AXES)
     return policies.with_rules([('batch', from_tuple(known))] if known else ())
 
 
@@ -243,26 +243,50 @@ def describe_rules(rules: Any) -> str:
 
 
 def check_batch_rule(
-    rules: LogicalAxisRules, mesh: Mesh | AbstractMesh, layout: OtherLayout | None
+    rules: LogicalAxisRules,
+    mesh: Mesh | AbstractMesh,
+    layout: OtherLayout | None,
+    *,
+    must_shard: bool = False,
 ) -> None:
     """Raises ValueError if the batch has no rule by mistake, and warns if that may be on purpose.
 
     Under partition rules, a rule or the name of a mesh axis must shard the batch. Other rules may
-    omit 'batch' on purpose, which is logged, but a name similar to 'batch' is a mistake.
+    omit 'batch', which is logged, unless the batch `must_shard`; a name similar to 'batch' is a
+    mistake. A policy of rules can replicate names without a rule.
     """
+    axes = batch_axes(mesh, rules)
     if layout is not None and not rules:
         axis = next(iter(axis_sizes(mesh)))
         raise ValueError(
             f'no axis of the mesh {describe_axes(mesh)} has a usual name for the batch '
-            f"({', '.join(_DATA_AXES)}): add logical_axis_rules=[('batch', {axis!r})] next to the "
-            'partition rules'
+            f"({', '.join(USUAL_BATCH_AXES)}): add logical_axis_rules=[('batch', {axis!r})] next "
+            'to the partition rules'
         )
     names = {name for name, _ in rules}
-    if 'batch' in names or mesh.size == 1:
-        return
-    if hint := nearest('batch', names):
+    if 'batch' not in names and mesh.size > 1 and (hint := nearest('batch', names)):
         raise ValueError(
             f"no rule for 'batch', so each device would compute all rows.{hint} Write "
-            "('batch', 'data'), or ('batch', None) to replicate it on purpose"
+            f"{('batch', axes)!r}, or ('batch', None) to replicate it on purpose"
         )
-    _LOGGER.warning("no rule for 'batch': each device computes all of its rows")
+    for rule in rules:
+        wrong = [*axis_problems(as_tuple(rule[1]), mesh)] if rule[0] == 'batch' else []
+        if wrong:
+            raise ValueError(
+                f'rule {tuple(rule)!r}: {wrong[0].message.rstrip(".")}. Write '
+                f'{("batch", axes)!r} in its place, and axes of this mesh in the other rules'
+            )
+    if 'batch' in names or mesh.size == 1:
+        return
+    text = "no rule for 'batch': each device computes all of its rows"
+    replicates = getattr(rules, 'on_unmatched', 'error') == 'replicate'
+    if replicates or not must_shard:
+        _LOGGER.warning('%s. To shard them, add %r to the rules', text, ('batch', axes))
+        return
+    listed = ', '.join(map(repr, [('batch', axes), *map(tuple, rules)]))
+    whole = f', as in logical_axis_rules=[{listed}],' if len(rules) < 8 else ' to the rules,'
+    raise ValueError(
+        f"no rule for 'batch', so each of the {mesh.size} devices of {describe_axes(mesh)} would "
+        f'compute all rows. Add {("batch", axes)!r}{whole} or '
+        "('batch', None) to replicate it on purpose"
+    )

@@ -4,7 +4,8 @@
 leaves of a state, or matches them to another plan. `by_rules` lays a state out by logical axis
 rules, by a layout word or by partition rules (`layouts`). `audit` says what devices hold and
 whether arrays stay in place, and `findings` what is suspicious. `plan_file` is the file format,
-`difference` compares two plans, and `tables` prints them.
+`difference` compares two plans, `tables` prints them, and
+`rule_proposals` finds rules for the names of a state.
 """
 
 from partitioning.plan.audit import (
@@ -37,4 +38,8 @@ from partitioning.plan.plan import (
 from partitioning.plan.rows import (
     PlanRow as PlanRow,
     make_row as make_row,
+)
+from partitioning.plan.rule_proposals import (
+    batch_axes as batch_axes,
+    with_proposal as with_proposal,
 )

@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from partitioning.amounts import bytes_str, share_str
 from partitioning.plan.layouts import RuleLayout, RuleSet, WordLayout, rule_str
-from partitioning.plan.rows import NO_NAMES, NOT_COVERED, OF_LAYERS, PlanRow, policy_texts
+from partitioning.plan.rows import NO_NAMES, NOT_COVERED, OF_LAYERS, SMALL, PlanRow, policy_texts
 from partitioning.rules import (
     AxisRules,
     MeshLike,
@@ -28,7 +29,7 @@ class Finding(NamedTuple):
       severity: 'error' if a layout cannot be decided, 'warning' if it may surprise.
       kind: for errors 'repeated name', 'rank', 'absent axis', 'conflict', 'unmatched',
         'indivisible', 'names', 'policy' or 'rules'; for warnings 'unused', 'shadowed', 'size 1',
-        'policy', 'no names' or 'few names'.
+        'idle axis', 'policy', 'no names' or 'few names'.
       where: the path of an array, or a rule as code.
       message: what is wrong, and what to write instead.
     """
@@ -65,6 +66,7 @@ def rule_findings(
             dimensions = [d for row in rows if row.role in roles for d in row.dimensions]
             unused = _unused(noun, of_roles, dimensions)
             yield from (finding for finding in unused if finding.where not in shadowed)
+    yield from _idle_axes(rules, sizes, rows)
 
 
 def row_findings(rows: Sequence[PlanRow], rules: RuleSet | None) -> Iterator[Finding]:
@@ -102,6 +104,47 @@ def _of_rules(noun: str, rules: AxisRules, sizes: Mapping[str, int]) -> Iterator
             yield _warn(noun, 'shadowed', rule, message)
 
 
+def _idle_axes(
+    rules: RuleSet, sizes: Mapping[str, int], rows: Sequence[PlanRow]
+) -> Iterator[Finding]:
+    """Mesh axes over which neither the state nor the batch is sharded, and what they cost."""
+    total = sum(row.bytes_total for row in rows)
+    laid_out = [d.wanted or d.mesh_axes for row in rows for d in row.dimensions]
+    named = {a for axes in laid_out if isinstance(axes, str | tuple) for a in as_tuple(axes)}
+    if 'sequence' in sizes:
+        named |= {'sequence'}  # the standard rules give it to activations only
+    of_batch = {a for name, axes in rules.rules if name == 'batch' for a in as_tuple(axes)}
+    idle = [a for a, size in sizes.items() if size > 1 and a not in named | of_batch]
+    if not idle or total <= SMALL:
+        return
+    count = math.prod(sizes[axis] for axis in idle)
+    whole = [row for row in rows if row.bytes_per_device == row.bytes_total]
+    share = share_str(sum(row.bytes_total for row in whole) / total)
+    what = f'mesh axis {idle[0]!r}' if len(idle) == 1 else f'the mesh axes {", ".join(idle)}'
+    single = [a for a in sizes if a in named | of_batch and sizes[a] == 1]
+    other = 'name dimensions that a rule maps to it'
+    if single and _divides(rows, single[0], count):
+        axes = {**sizes, **dict.fromkeys(idle, 1), single[0]: count}
+        other = f'write mesh=MeshConfig(axes={axes}), because names and rules use {single[0]!r}'
+    message = (
+        f'no array of the state and no batch is sharded over it, so groups of {count} devices hold '
+        f'and compute the same unless activations use it: {share} of the state '
+        f'({bytes_str(total)}) is whole on every device. {other[0].upper()}{other[1:]}, or '
+        "layout='fsdp'"
+    )
+    yield Finding('warning', 'idle axis', what, message)
+
+
+def _divides(rows: Sequence[PlanRow], axis: str, size: int) -> bool:
+    """Whether an axis of this size divides every dimension that is laid out over it."""
+    return all(
+        row.shape[dim] % size == 0
+        for row in rows
+        for dim, d in enumerate(row.dimensions)
+        if axis in as_tuple(d.wanted or d.mesh_axes)
+    )
+
+
 def _unused(
     noun: str, rules: AxisRules, resolved: Sequence[ResolvedDimension]
 ) -> Iterator[Finding]:
@@ -110,7 +153,7 @@ def _unused(
     names = {dimension.name for dimension in resolved}
     lost = {rule: why for dimension in resolved for rule, why in dimension.lost}
     for rule in rules:
-        if rule in won:
+        if rule in won or rule[0] == 'batch':  # the partitioner lays out the batch by it
             continue
         why = lost.get(rule, f'no array of the state has {rule[0]!r} (activations may have it)')
         if rule[0] not in names:

@@ -75,6 +75,7 @@ from partitioning.rules.resolve import (
 )
 from partitioning.rules.standard import (
     STANDARD_MESH_AXES as STANDARD_MESH_AXES,
+    USUAL_BATCH_AXES as USUAL_BATCH_AXES,
     fsdp_logical_axis_rules as fsdp_logical_axis_rules,
     standard_logical_axis_rules as standard_logical_axis_rules,
 )

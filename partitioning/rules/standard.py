@@ -10,6 +10,8 @@ from partitioning.rules.checks import MeshAxes, as_tuple, from_tuple, nearest
 from partitioning.rules.names import LogicalAxisRules
 
 _BATCH_AXES = ('replica', 'data', 'fsdp', 'expert')
+# The mesh axes that shard the batch if no rule does. EasyLM, FJFormer and Levanter use them.
+USUAL_BATCH_AXES = ('replica', 'data', 'fsdp', 'dp', 'batch', 'expert')
 # The mesh axes that standard_logical_axis_rules can use.
 STANDARD_MESH_AXES = (*_BATCH_AXES, 'sequence', 'stage', 'model')
 
@@ -55,10 +57,14 @@ def _standard_rules(
     used = {*STANDARD_MESH_AXES, *(axis for _, axes in added for axis in as_tuple(axes))}
     for axis in mesh_axes:
         if axis not in used:
+            usual = tuple(a for a in mesh_axes if a in USUAL_BATCH_AXES)
+            others = tuple(a for a in mesh_axes if a != axis)
+            example = [('batch', from_tuple(usual or others[:1] or mesh_axes)), ('mlp', axis)]
             raise ValueError(
                 f'no standard rule uses mesh axis {axis!r}, so every array would be replicated '
-                f"over it. Add a rule, for example ('mlp', {axis!r}), or rename the axis to one of "
-                f'{", ".join(STANDARD_MESH_AXES)}.{nearest(axis, STANDARD_MESH_AXES)}'
+                f'over it. Write the rules for your names, as in logical_axis_rules={example!r}, '
+                f'or rename the axis to one of {", ".join(STANDARD_MESH_AXES)}.'
+                f'{nearest(axis, STANDARD_MESH_AXES)}'
             )
     batch = tuple(axis for axis in _BATCH_AXES if axis in mesh_axes)
     model, data = (axis if axis in mesh_axes else None for axis in ('model', 'data'))
