@@ -32,6 +32,7 @@ from partitioning.mesh.t5x import (
     t5x_grid,
 )
 from partitioning.mesh.validation import (
+    Axes,
     AxisSizes,
     AxisTypes,
     check_axes,
@@ -61,7 +62,7 @@ class MeshConfig:
     Attributes:
       axes: the size of each axis, as a mapping or as (name, size) pairs, in ascending order of
         traffic: the last axis gets the fastest links. One size may be -1, for whatever remains.
-        Kept as a tuple of pairs.
+        Kept as a mapping.
       dcn: the size of axes over slices or other granules, which the slower network connects; an
         axis that is not in it has size 1. One size may be -1. With `dcn`, the sizes in `axes` count
         devices within one slice, and the size of a mesh axis is the product of the two. By default,
@@ -109,7 +110,7 @@ class MeshConfig:
     def __post_init__(self) -> None:
         kept: dict[str, Any] = {'axes': check_axes(self.axes, self._setting_names[0])}
         if self.dcn is not None:
-            kept['dcn'] = check_axes(self.dcn, self._setting_names[1]) if self.dcn else ()
+            kept['dcn'] = check_axes(self.dcn, self._setting_names[1]) if self.dcn else Axes(())
         kept['axis_types'] = check_axis_types(self.axis_types)
         for name in ('granule_size', 'num_slices', 'num_expert_partitions'):
             if getattr(self, name) is not None:
@@ -200,7 +201,7 @@ class MeshConfig:
             value = getattr(self, field.name)
             if value in (field.default, (AxisType.Auto,)) or field.name.startswith('_'):
                 continue
-            text = repr(dict(value) if field.name in ('axes', 'dcn') else value)
+            text = repr(value)
             if field.name == 'devices':
                 text = f'<{len(value)} devices>'
             shown.append(f'{field.name}={text}')
@@ -325,7 +326,9 @@ class MeshConfig:
             )
 
     def _order_problems(self) -> Iterator[str]:
-        (last, size), tile = tuple(self.axes)[-1], self.model_parallel_submesh
+        sizes, tile = cast(Axes, self.axes), self.model_parallel_submesh
+        last = tuple(sizes)[-1]
+        size = sizes[last]
         if self.order not in get_args(Order):
             yield f"order={self.order!r} must be 'best' or 't5x'"
         if self.order == 't5x' and self.dcn is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +14,33 @@ from partitioning.rules import is_count
 
 AxisTypes = AxisType | str | Sequence[AxisType | str]
 AxisSizes = Mapping[str, int] | Iterable[tuple[str, int]]
+
+
+class Axes(Mapping[str, int]):
+    """The sizes of the axes of a mesh, in their order, which equality includes."""
+
+    __slots__ = ('_pairs',)
+
+    def __init__(self, pairs: Iterable[tuple[str, int]]):
+        self._pairs = tuple(pairs)
+
+    def __getitem__(self, name: str) -> int:
+        return dict(self._pairs)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self._pairs)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mapping) and self._pairs == tuple(other.items())
+
+    def __hash__(self) -> int:
+        return hash(self._pairs)
+
+    def __repr__(self) -> str:
+        return repr(dict(self._pairs))
 
 
 def check_count(value: Any, setting: str) -> None:
@@ -43,8 +70,8 @@ def check_axis_types(axis_types: AxisTypes) -> tuple[AxisType, ...]:
     return cast(tuple[AxisType, ...], types)
 
 
-def check_axes(axes: AxisSizes, setting: str) -> tuple[tuple[str, int], ...]:
-    """Returns the names and sizes of axes as pairs; raises ValueError if they are malformed."""
+def check_axes(axes: AxisSizes, setting: str) -> Axes:
+    """Returns the sizes of axes by name; raises ValueError if they are malformed."""
     given = axes.items() if isinstance(axes, Mapping) else axes
     pairs = tuple(given) if isinstance(given, Iterable) else (given,)
     if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
@@ -54,7 +81,7 @@ def check_axes(axes: AxisSizes, setting: str) -> tuple[tuple[str, int], ...]:
         )
     names = check_names([name for name, _ in pairs], pairs, setting)
     sizes = _check_sizes([size for _, size in pairs], setting, names)
-    return tuple(zip(names, sizes, strict=True))
+    return Axes(zip(names, sizes, strict=True))
 
 
 def check_names(axis_names: Sequence[str], sizes: Sequence[Any], setting: str) -> tuple[str, ...]:
