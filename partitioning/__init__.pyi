@@ -135,7 +135,6 @@ from partitioning.suggestion.suggested_rules import (
 
 __all__ = [
     'CHIPS',
-    'Audit',
     'AxisNames',
     'AxisRules',
     'BasePartitioner',

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from partitioning.programs.inner_layouts import is_resource
-from partitioning.rules import PaddedSpec, as_tuple, axis_sizes, num_shards
+from partitioning.rules import as_tuple, axis_sizes, num_shards, spec_str
 
 
 def batch_specs(batch: Any, spec: Any, mesh: Mesh, name: str, *, is_default: bool = False) -> Any:
@@ -30,34 +30,37 @@ def batch_specs(batch: Any, spec: Any, mesh: Mesh, name: str, *, is_default: boo
     """
     if not is_resource(spec) or spec is None:
         return spec
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
     if is_default:
-        for path, x in leaves:
-            _check_first_size(f'{name}{jax.tree_util.keystr(path)}', np.shape(x), spec, mesh)
-    if all(np.ndim(x) for _, x in leaves):
+        _check_sizes(batch, spec, mesh, name)
+    if all(np.ndim(x) for x in jax.tree.leaves(batch)):
         return spec
     return jax.tree.map(lambda x: spec if np.ndim(x) else PartitionSpec(), batch)
 
 
-def _check_first_size(name: str, shape: tuple[int, ...], spec: Any, mesh: Mesh) -> None:
+def _check_sizes(batch: Any, spec: PartitionSpec, mesh: Mesh, name: str) -> None:
     """Raises ValueError if the data axes do not divide the first dimension of an array."""
-    if isinstance(spec, PaddedSpec) or not shape or not len(spec):
-        return
-    axes = as_tuple(spec[0])
-    shards = num_shards(axes, mesh)
-    if shape[0] % shards == 0:
-        return
-    entry = repr(spec[0])
-    others = [d for d in range(1, len(shape)) if shape[d] % shards == 0]
-    instead = ''
-    if others:
-        whole = 'None, ' * others[0]
-        instead = f'data_spec=P({whole}{entry}) if dimension {others[0]} counts the rows, '
-    sizes = axis_sizes(mesh)
-    over = ' x '.join(f'{axis} {sizes[axis]}' for axis in axes)
-    raise ValueError(
-        f'{name} of shape {shape}: {shards} shards ({over}) do not divide its first dimension, of '
-        f'size {shape[0]}. Write setup(..., {instead}data_spec=P() to replicate it, '
-        'data_spec=partitioner.padded_data_partition_spec to pad it, or a tree with a '
-        'PartitionSpec for each array'
-    )
+    axes = as_tuple(spec[0]) if len(spec) else ()
+    shards, sizes = num_shards(axes, mesh), axis_sizes(mesh)
+
+    def fitting(x: Any) -> PartitionSpec:
+        """The spec over the first dimension that the axes divide."""
+        fits = [d for d, size in enumerate(np.shape(x)) if size % shards == 0]
+        return PartitionSpec(*[None] * fits[0], spec[0]) if fits else PartitionSpec()
+
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        if not np.ndim(x) or np.shape(x)[0] % shards == 0:
+            continue
+        if jax.tree_util.all_leaves([batch]):
+            write = spec_str(fitting(batch))
+        elif isinstance(batch, dict) and jax.tree_util.all_leaves(batch.values()):
+            write = ', '.join(f'{key!r}: {spec_str(fitting(x))}' for key, x in batch.items())
+            write = f'{{{write}}}'
+        else:
+            write = f'a tree with a spec for each array, here {spec_str(fitting(x))}'
+        over = ' x '.join(f'{axis} {sizes[axis]}' for axis in axes)
+        pad = ', or data_spec=partitioner.padded_data_partition_spec to pad the rows'
+        raise ValueError(
+            f'{name}{jax.tree_util.keystr(path)} has shape {np.shape(x)}, but {shards} data shards '
+            f'({over}) do not divide its first dimension, of size {np.shape(x)[0]}: give setup '
+            f'data_spec={write}{pad}'
+        )

@@ -43,7 +43,7 @@ from partitioning.plan import (
     lint,
     with_proposal,
 )
-from partitioning.plan.layouts import RuleLayout, WordLayout
+from partitioning.plan.layouts import RuleLayout, WordLayout, rule_str
 from partitioning.rules import (
     STANDARD_MESH_AXES,
     AxisRules,
@@ -298,7 +298,11 @@ class PjitPartitioner(BasePjitPartitioner):
         rows.append(('policies', f'{on_unmatched=!r}, {on_indivisible=!r}'))
         if policies.names:
             rows.append(('names', '; '.join(f'{path} -> {n}' for path, n in policies.names)))
-        if self._layout is not None:
+        if isinstance(self._layout, RuleLayout):
+            rows.append(
+                ('layout', f'partition rules {", ".join(map(rule_str, self._layout.rules))}')
+            )
+        elif self._layout is not None:
             rows.append(('layout', f'{self._layout!r} lays out the state, not the rules'))
         return rows
 
