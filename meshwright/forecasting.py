@@ -15,6 +15,7 @@ from meshwright.calls.target import Target, target_of_mesh
 from meshwright.changes import SettingChange, list_general_changes, rank_changes
 from meshwright.describing import describe_compiled, describe_program, read_program
 from meshwright.examining import Examined, examine
+from meshwright.findings.program_findings import with_findings
 from meshwright.jax_private import TracedCall
 from meshwright.report.forecasts import Compilation, Forecast
 from partitioning.hardware import OptionValue
@@ -125,6 +126,8 @@ def forecast_examined(
         explain=explain,
         recompile=_recompile(call.name, target, options, say) if confirm else None,
     )
+    traced = examined.program.traced
+    result = with_findings(result, traced, target.mesh, held, examined.results)
     if result.fits is False and target.chip is not None and changes is not None:
         limit = result.memory.limit or 0
         general = list_general_changes(call, held, result.memory.gradients, target.chip, limit)

@@ -11,22 +11,23 @@ the batch are sharded over 'data' and the columns of the parameter that makes it
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from meshwright.advice.surroundings import Candidate, Surroundings, make_constraint, rearranged
 from meshwright.advice.variants import Layout
 from meshwright.causes.cause import Change, ConstraintRemoval, JoinedChange
+from meshwright.causes.wording import spec_text
 from meshwright.jaxpr.values import Value
 from partitioning.products.flops import PRODUCTS
 
 _ELSEWHERE = 0.85  # the weight of a layout that only its bytes speak for
+_LEFT_OUT = 0.8  # the weight of a gradient without a constraint, next to one like its parameter
 _MADE = PRODUCTS | {'gather', 'add', 'custom_vjp_call', 'reduce_sum'}
 
 
 def replace_constraints(around: Surroundings) -> Iterator[tuple[float, Candidate]]:
     """For each line with constraints, the layout that its array has elsewhere, or none."""
     sites = [(n, value) for n, value in around.constraints() if not _fits_dims(around, value)]
-    yield from _lay_out_updates(around, sites)
     for weight, value in sites:
         if around.row_of_state(value) is not None:
             continue
@@ -39,17 +40,15 @@ def replace_constraints(around: Surroundings) -> Iterator[tuple[float, Candidate
         yield 0.9 * weight, Candidate(ConstraintRemoval(source=value.line))
 
 
-def _lay_out_updates(
-    around: Surroundings, sites: Sequence[tuple[float, Value]]
-) -> Iterator[tuple[float, Candidate]]:
+def lay_out_updates(around: Surroundings) -> Iterator[Candidate]:
     """For each line that constrains gradients or updates, the layouts of their parameters."""
-    by_line: dict[str, list[tuple[float, Value]]] = collections.defaultdict(list)
-    for weight, value in sites:
-        if around.row_of_state(value) is not None:
-            by_line[value.line].append((weight, value))
+    by_line: dict[str, list[Value]] = collections.defaultdict(list)
+    for _, value in around.constraints():
+        if around.row_of_state(value) is not None and around.implied(value) != value.layout:
+            by_line[value.line].append(value)
     for line, found in by_line.items():
         shapes: dict[Layout, list[Value]] = collections.defaultdict(list)
-        for _, value in found:
+        for value in found:
             shapes[around.implied(value)].append(value)
         parts = tuple(
             make_constraint(
@@ -57,10 +56,18 @@ def _lay_out_updates(
             )
             for layout, values in shapes.items()
         )
-        weight = sum(weight for weight, _ in found)
-        change = parts[0] if len(parts) == 1 else JoinedChange(parts=parts)
-        yield weight, Candidate(change, of_state=True)
-        yield 0.9 * weight, Candidate(ConstraintRemoval(source=line), of_state=True)
+        text = '' if len(parts) == 1 else _like_parameters(around, found[0], line, len(found))
+        yield Candidate(JoinedChange(parts=parts, text=text), of_state=True)
+        yield Candidate(ConstraintRemoval(source=line), weight=_LEFT_OUT, of_state=True)
+
+
+def _like_parameters(around: Surroundings, value: Value, line: str, count: int) -> str:
+    row = around.row_of_state(value)
+    assert row is not None
+    return (
+        f'write with_sharding_constraint(x, ...) with the layout of the parameter of x at {line}, '
+        f'such as {spec_text(around.implied(value))} for {row.path}, for all {count} shapes there'
+    )
 
 
 def rearrange_constraints(around: Surroundings, change: Change | None) -> Iterator[Candidate]:

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh
 from meshwright.advice.advised import Advised, Variant, places_of
 from meshwright.advice.constraint_candidates import (
     add_constraints,
+    lay_out_updates,
     rearrange_constraints,
     replace_constraints,
 )
@@ -85,7 +86,7 @@ def find_variants(
 
     # Layouts over explicit axes are part of the types: a trace cannot be edited there.
     if base.sent and AxisType.Explicit not in mesh.axis_types:
-        for candidate in lay_out_state(around):
+        for candidate in (*lay_out_state(around), *lay_out_updates(around)):
             attempt(candidate)
         ranked = [
             *replace_constraints(around),
@@ -149,7 +150,21 @@ def _moves_rows_only(change: Change, around: Surroundings) -> bool:
     def others(layout: Sequence[Axes]) -> list[list[str]]:
         return [[a for a in axes if a not in around.rows_axes] for axes in layout]
 
-    return others(axes_of_row(row)) == others(change.layout)
+    moved = others(axes_of_row(row)) == others(change.layout)
+    return moved and not _stacks(change, around)
+
+
+def _stacks(change: LayoutChange, around: Surroundings) -> bool:
+    """Whether a change shards a dimension along which products are stacked, such as experts."""
+    for value in around.traced.values:
+        if value.primitive != 'dot_general' or value.backward or value.maker is None:
+            continue
+        _, batches = value.maker.params['dimension_numbers']
+        for operand, numbers in zip(value.operands[:2], batches, strict=True):
+            if operand.argument == change.path:
+                dims = [operand.dims[d] for d in numbers]
+                return any(d is not None and change.layout[d.number] for d in dims)
+    return False
 
 
 def _refine(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -28,7 +28,7 @@ from meshwright.causes.editing import edit_jaxpr
 from meshwright.jax_private import TracedCall, evaluate, trace_again
 from meshwright.jaxpr.naming import TracedValues, shared_end
 from meshwright.jaxpr.primitives import ARITHMETIC
-from meshwright.jaxpr.values import Axes
+from meshwright.jaxpr.values import Axes, Value
 from meshwright.jaxpr.writing_out import write_out
 from partitioning.plan.rows import PlanRow
 from partitioning.rules import from_tuple
@@ -47,6 +47,7 @@ class Subject:
       parameter_of: the path of the parameter that each array of the optimizer belongs to.
       replaced: for each result, the path of the argument that it replaces, or of its parameter; ''
         for other results.
+      helpers: lines that only lay out what they are given, which stand for their callers.
     """
 
     call: TracedCall
@@ -54,6 +55,7 @@ class Subject:
     rows: tuple[PlanRow | None, ...]
     parameter_of: Mapping[str, str]
     replaced: tuple[str, ...]
+    helpers: frozenset[str] | None = None
 
     @property
     def by_path(self) -> dict[str, PlanRow]:
@@ -73,7 +75,7 @@ def make_subject(
       traced: the values of the trace, with their names.
     """
     known = {row.path: row for row in rows if row is not None}
-    owners = find_owners(known, traced)
+    owners = find_owners(known, traced.values)
     paths = [row.path if row is not None else f'argument {n}' for n, row in enumerate(rows)]
     pairs = pair_results(call, write_out(call.jaxpr), paths)
     replaced = []
@@ -81,19 +83,24 @@ def make_subject(
         path = paths[pairs[number]] if number in pairs else value.update_of or value.argument
         replaced.append(owners.get(path, path))
     return Subject(
-        call=call, mesh=mesh, rows=tuple(rows), parameter_of=owners, replaced=tuple(replaced)
+        call=call,
+        mesh=mesh,
+        rows=tuple(rows),
+        parameter_of=owners,
+        replaced=tuple(replaced),
+        helpers=traced.helpers,
     )
 
 
-def find_owners(rows: Mapping[str, PlanRow], traced: TracedValues) -> dict[str, str]:
+def find_owners(rows: Mapping[str, PlanRow], values: Iterable[Value]) -> dict[str, str]:
     """Finds the parameter of each array of the optimizer, by its path or by what updates it.
 
     Args:
       rows: the layout of each argument, by its path.
-      traced: the values of the function, with their names.
+      values: the values of the function, with their names.
     """
     together: dict[str, list[str]] = collections.defaultdict(list)
-    for value in traced.values:
+    for value in values:
         if value.primitive in ARITHMETIC and value.update_of:
             paths = {o.update_of or o.gradient_of or o.argument for o in value.operands}
             held = [rows[path] for path in paths if path in rows]
@@ -128,7 +135,8 @@ def with_change(subject: Subject, change: Change) -> TracedCall | None:
                 call = with_change(dataclasses.replace(subject, call=call), part)
         return call
     if isinstance(change, ConstraintChange | ConstraintRemoval):
-        return _again(subject.call, jaxpr=edit_jaxpr(subject.call.jaxpr, change, subject.mesh))
+        edited = edit_jaxpr(subject.call.jaxpr, change, subject.mesh, subject.helpers)
+        return _again(subject.call, jaxpr=edited)
     if isinstance(change, SplitChange):
         return _again(subject.call, jaxpr=edit_splits(subject.call.jaxpr, change))
     if isinstance(change, LayoutChange):

@@ -189,8 +189,10 @@ def named_role(path: Sequence[str], x: Any) -> ArgumentRole:
         return 'optimizer'
     if parts & _BATCH or path[:1] in _BATCHES:
         return 'batch'
+    is_matrix = len(path) == 1 and len(shape_of(x)) > 1  # an argument b is a bias or a batch
+    leaves = _LEAVES - {'b'} if is_matrix else _LEAVES
     if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) and (
-        parts & _PARAMETERS or parts & MODELS or {*path[-1:]} & _LEAVES
+        parts & _PARAMETERS or parts & MODELS or {*path[-1:]} & leaves
     ):
         return 'parameters'
     return 'other'

@@ -244,12 +244,14 @@ class JoinedChange:
 
     Attributes:
       parts: the changes, with the changes of rules first.
+      text: what to write, if it is less than what to write for each part.
     """
 
     parts: tuple[SingleChange, ...]
+    text: str = ''
 
     def __str__(self) -> str:
-        return '; and '.join(str(part) for part in self.parts)
+        return self.text or '; and '.join(str(part) for part in self.parts)
 
 
 Change = SingleChange | JoinedChange

@@ -25,18 +25,27 @@ from partitioning.products.flops import bodies_of
 from partitioning.rules import from_tuple
 
 
-def edit_jaxpr(jaxpr: Any, change: ConstraintChange | ConstraintRemoval, mesh: Any) -> Any:
+def edit_jaxpr(
+    jaxpr: Any,
+    change: ConstraintChange | ConstraintRemoval,
+    mesh: Any,
+    helpers: frozenset[str] | None = None,
+) -> Any:
     """Returns a ClosedJaxpr with a change of its constraints.
 
     Args:
       jaxpr: the ClosedJaxpr.
       change: the change.
       mesh: the mesh of new constraints.
+      helpers: lines that stand for the lines that call them, by default those of the jaxpr. After
+        a first edit, its constraints may differ where they were alike.
 
     Raises:
       ValueError: if no operation of the line matches the change.
     """
-    editor = _Editor(change, mesh, find_helpers(_constraints(jaxpr.jaxpr, ())))
+    if helpers is None:
+        helpers = find_helpers(_constraints(jaxpr.jaxpr, ()))
+    editor = _Editor(change, mesh, helpers)
     edited = jaxpr.replace(jaxpr=editor.edit(jaxpr.jaxpr, backward=False, caller=()))
     if not editor.count:
         raise ValueError(f'no operation of {change.source} matches "{change}"')

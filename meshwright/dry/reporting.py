@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -12,7 +13,7 @@ from meshwright.calls.plain_call import list_held
 from meshwright.calls.target import target_of_mesh
 from meshwright.describing import describe_program
 from meshwright.dry.compiling import CompiledFunction
-from meshwright.findings.program_findings import Findings, lint_program
+from meshwright.findings.program_findings import Findings, lint_program, with_findings
 from meshwright.jax_private import result_shardings
 from meshwright.report.figures import hanging
 from meshwright.report.forecasts import Forecast
@@ -44,7 +45,9 @@ def forecast_function(found: CompiledFunction) -> Forecast:
         compiled=found.executable,
         out_of_memory=found.out_of_memory,
     )
-    return describe_program(call.name, program, target, list_held(call, mesh))
+    held = list_held(call, mesh)
+    made = describe_program(call.name, program, target, held)
+    return with_findings(made, call, mesh, held, _results(found))
 
 
 def findings_text(functions: Sequence[CompiledFunction]) -> str:
@@ -65,8 +68,11 @@ def findings_text(functions: Sequence[CompiledFunction]) -> str:
 
 def _lint(found: CompiledFunction) -> Findings:
     mesh = _mesh_of(found)
-    results = None if found.executable is None else result_shardings(found.executable)
-    return lint_program(found.call, mesh, list_held(found.call, mesh), results)
+    return lint_program(found.call, mesh, list_held(found.call, mesh), _results(found))
+
+
+def _results(found: CompiledFunction) -> tuple[Any, ...] | None:
+    return None if found.executable is None else result_shardings(found.executable)
 
 
 def _mesh_of(found: CompiledFunction) -> Mesh:

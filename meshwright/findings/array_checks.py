@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 from meshwright.causes.row_axes import ROW_AXES
 from meshwright.findings.program_facts import ProgramFacts, free_dimension
 from meshwright.findings.wording import and_more, axes_str, line_of, type_str
-from meshwright.jaxpr.naming import shared_end
 from meshwright.jaxpr.values import Axes, Step
 from partitioning.amounts import bytes_str, share_str
 from partitioning.plan.findings import Finding
@@ -27,7 +26,8 @@ _LEAST = 1024  # bytes of an array that is worth a finding
 def find_whole_arrays(facts: ProgramFacts) -> Iterator[Finding]:
     """Large parameters that are whole along an axis which shards others like them."""
     total = sum(map(facts.shard_bytes, facts.weights))
-    for axis, size in facts.sizes.items():
+    like_others = set[int]()
+    for axis in facts.sizes:
         sharded = [j for j in facts.weights if _has(facts.axes[j], axis)]
         if not sharded:
             continue
@@ -37,7 +37,11 @@ def find_whole_arrays(facts: ProgramFacts) -> Iterator[Finding]:
         for i in facts.weights:
             if _has(facts.axes[i], axis) or facts.nbytes(i) < max(least, _LEAST):
                 continue
-            like = next((j for j in sharded if _are_alike(facts, i, j)), None)
+            if i in like_others:
+                continue
+            alike = [j for j in sharded if _are_alike(facts, i, j)]
+            like = next((j for j in alike if _last(facts.path(i)) == _last(facts.path(j))), None)
+            like = alike[0] if like is None and alike else like
             shape = facts.block.inputs[i].shape
             d = free_dimension(shape, facts.axes[i], axis, facts.sizes)
             share = facts.shard_bytes(i) / total
@@ -45,6 +49,7 @@ def find_whole_arrays(facts: ProgramFacts) -> Iterator[Finding]:
                 continue
             if like is not None:
                 layouts[i] = facts.axes[like]
+                like_others.add(i)
             else:
                 assert d is not None
                 layouts[i] = _with_axis(facts.axes[i], d, axis)
@@ -52,6 +57,7 @@ def find_whole_arrays(facts: ProgramFacts) -> Iterator[Finding]:
         for group in found.values():
             i = group[0]
             held = sum(map(facts.shard_bytes, group))
+            less = sum(facts.nbytes(i) / facts.shards(layouts[i]) for i in group)
             yield Finding(
                 'warning',
                 'whole array',
@@ -60,7 +66,7 @@ def find_whole_arrays(facts: ProgramFacts) -> Iterator[Finding]:
                 f'({share_str(held / total)} of its parameters) are whole along {axis!r}, '
                 f'which shards {len(sharded)} of {len(facts.weights)} parameters, such as '
                 f'{facts.path(sharded[0])}: write {axes_str(layouts[i])}, with which it is '
-                f'{bytes_str(held / size)}{_used_at(facts, i)}',
+                f'{bytes_str(less)}{_used_at(facts, i)}',
             )
 
 
@@ -76,8 +82,11 @@ def _is_large(facts: ProgramFacts, i: int, axis: str, sharded: Sequence[int], sh
 
 
 def _are_alike(facts: ProgramFacts, i: int, j: int) -> bool:
-    one, other = facts.block.inputs[i], facts.block.inputs[j]
-    return one.shape == other.shape and _last(facts.path(i)) == _last(facts.path(j))
+    """Whether one array has the shape of another one, which is sharded along more axes."""
+    if facts.block.inputs[i].shape != facts.block.inputs[j].shape:
+        return False
+    mine, theirs = ({a for own in facts.axes[n] for a in own} for n in (i, j))
+    return mine < theirs
 
 
 def find_whole_batches(facts: ProgramFacts) -> Iterator[Finding]:
@@ -121,7 +130,7 @@ def find_unlike_optimizer_states(facts: ProgramFacts) -> Iterator[Finding]:
     for i, array in enumerate(facts.held):
         if array.role != 'optimizer' or facts.nbytes(i) < _LEAST:
             continue
-        j = _parameter_of(facts, i)
+        j = facts.owners.get(i)
         if j is None or facts.traced.arguments[i] is None or facts.traced.arguments[j] is None:
             continue
         pairs = zip(facts.axes[i], facts.axes[j], strict=True)
@@ -140,17 +149,6 @@ def find_unlike_optimizer_states(facts: ProgramFacts) -> Iterator[Finding]:
             f'{and_more(group)}this state is laid out by {mine}, and its parameter '
             f'{facts.path(j)} by {theirs} ({why}): write {theirs} for it, too',
         )
-
-
-def _parameter_of(facts: ProgramFacts, i: int) -> int | None:
-    """The parameter whose path has the end of the path of an optimizer array, if there is one."""
-    shape, path = facts.block.inputs[i].shape, facts.path(i).split('/')
-    scores = collections.defaultdict(list)
-    for j in facts.weights:
-        if facts.block.inputs[j].shape == shape and j != i:
-            scores[shared_end(path, facts.path(j).split('/'))].append(j)
-    best = max(scores, default=0)
-    return scores[best][0] if len(scores[best]) == 1 else None
 
 
 def find_constants(facts: ProgramFacts) -> Iterator[Finding]:

@@ -25,6 +25,7 @@ _CALLBACKS = {
     'infeed': 'infeed',
     'outfeed': 'outfeed',
 }
+_BEFORE = 24  # values before a product that are looked at
 _LEAST = 4096  # bytes of a parameter, or of an activation
 
 
@@ -36,7 +37,7 @@ def find_cut_products(facts: ProgramFacts) -> Iterator[Finding]:
     the batch, the parameter is gathered, as FSDP intends.
     """
     weights = _paths(facts, facts.weights)
-    seen = set[tuple[str, str]]()
+    seen, lines = set[tuple[str, str]](), set[str]()
     found: dict[tuple[str, str, str], list[tuple[Step, int, int]]] = collections.defaultdict(list)
     for step in facts.steps:
         if step.name not in DENSE_PRODUCTS or step.place.is_backward:
@@ -52,10 +53,52 @@ def find_cut_products(facts: ProgramFacts) -> Iterator[Finding]:
                     if (weight.argument, axis) in seen or _is_meant(facts, other, axis):
                         continue
                     seen.add((weight.argument, axis))
+                    constraint = _constraint_before(other, axis)
+                    if constraint is not None and line_of(constraint) not in lines:
+                        lines.add(line_of(constraint))
+                        yield _describe_gathered(facts, axis, constraint, step, weight)
+                    if constraint is not None:
+                        continue
                     key = line_of(step), axis, axes_str(weight.axes)
                     found[key].append((step, number, d))
     for (line, axis, _), group in found.items():
         yield Finding('warning', 'cut product', line, _describe_cut(facts, axis, group))
+
+
+def _constraint_before(value: Value, axis: str) -> Step | None:
+    """The constraint that makes an operand whole along a mesh axis which divided it, if any."""
+    pending, seen = [value], set[int]()
+    while pending and len(seen) < _BEFORE:
+        current = pending.pop(0)
+        step = current.maker
+        if id(current) in seen or step is None:
+            continue
+        seen.add(id(current))
+        if step.name == 'sharding_constraint' and not step.is_border:
+            pair = step.inputs[0], step.outputs[0]
+            before, after = ({a for own in v.axes for a in own or ()} for v in pair)
+            if axis in before - after:
+                return step
+        pending += [one for one in current.operands if one.shape == current.shape]
+    return None
+
+
+def _describe_gathered(
+    facts: ProgramFacts, axis: str, constraint: Step, product: Step, weight: Value
+) -> Finding:
+    given, made = constraint.inputs[0], constraint.outputs[0]
+    d = next(d for d, own in enumerate(given.axes) if axis in (own or ()))
+    kept = [(*(own or ()), axis) if n == d else own or () for n, own in enumerate(made.axes)]
+    return Finding(
+        'warning',
+        'gathered activation',
+        line_of(constraint),
+        f'this constraint makes {type_str(made)} whole along {axis!r}, and the product at '
+        f'{line_of(product)} sums over a dimension of {weight.argument} that is sharded along it: '
+        f'each device gets {bytes_str(made.shard_bytes(facts.sizes))} in place of '
+        f'{bytes_str(given.shard_bytes(facts.sizes))}, and uses a part of it; write '
+        f'{axes_str(kept)}',
+    )
 
 
 def _is_meant(facts: ProgramFacts, other: Value, axis: str) -> bool:

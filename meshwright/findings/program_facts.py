@@ -13,6 +13,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from meshwright.advice.state_pairs import UPDATES, pair_results
+from meshwright.advice.variants import find_owners
 from meshwright.calls.held import HeldArray, named_role
 from meshwright.causes.row_axes import is_meant_for_rows
 from meshwright.findings.forward_layouts import ForwardLayouts
@@ -121,6 +122,14 @@ class ProgramFacts:
         return tuple(found)
 
     @functools.cached_property
+    def owners(self) -> dict[int, int]:
+        """The number of the parameter that each array of the optimizer belongs to."""
+        numbers = {array.row.path: i for i, array in enumerate(self.held)}
+        values = [value for step in self.steps for value in step.outputs]
+        owners = find_owners({array.row.path: array.row for array in self.held}, values)
+        return {numbers[moment]: numbers[owner] for moment, owner in owners.items()}
+
+    @functools.cached_property
     def batch(self) -> tuple[int, ...]:
         """The numbers of the arguments that have a row for each example."""
         state = {*self.pairs.values(), *self.weights}
@@ -173,10 +182,13 @@ class ProgramFacts:
         """The size of a whole argument in bytes."""
         return self.block.inputs[i].nbytes
 
+    def shards(self, axes: Sequence[Axes]) -> int:
+        """The number of parts into which a layout divides an array."""
+        return math.prod(self.sizes.get(a, 1) for own in axes for a in own)
+
     def shard_bytes(self, i: int) -> int:
         """The bytes of an argument on each device."""
-        shards = math.prod(self.sizes.get(a, 1) for axes in self.axes[i] for a in axes)
-        return -(-self.nbytes(i) // shards)
+        return -(-self.nbytes(i) // self.shards(self.axes[i]))
 
     def path(self, i: int) -> str:
         """The path of an argument."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from meshwright.calls.held import HeldArray
 from meshwright.findings import array_checks, call_checks, product_checks
 from meshwright.findings.program_facts import ProgramFacts
 from meshwright.jax_private import TracedCall
+from meshwright.report.forecasts import Forecast, ForecastFinding
 from meshwright.report.page.html_tables import plain_table
 from meshwright.report.page.markup import Html, tag
 from meshwright.user_lines import shorten_sources
@@ -65,6 +67,29 @@ def lint_program(
         )
         for finding in found
     )
+
+
+def with_findings(
+    forecast: Forecast,
+    traced: TracedCall,
+    mesh: MeshLike,
+    held: Sequence[HeldArray],
+    results: Sequence[Any] | None = None,
+) -> Forecast:
+    """A forecast with the findings of its function. One that cannot be read has a note.
+
+    Args:
+      forecast: the forecast.
+      traced, mesh, held, results: as for `lint_program`.
+    """
+    try:
+        found = lint_program(traced, mesh, held, results)
+    except Exception as error:  # of an operation that nobody has thought of
+        why = f'{type(error).__name__}: {error}'.splitlines()[0]
+        note = f'findings were not looked for, because of {why}'
+        return dataclasses.replace(forecast, notes=(*forecast.notes, note))
+    findings = (ForecastFinding(kind=f.kind, where=f.where, message=f.message) for f in found)
+    return dataclasses.replace(forecast, findings=tuple(findings))
 
 
 def findings_table(findings: Sequence[Finding]) -> Html:

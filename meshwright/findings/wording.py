@@ -19,7 +19,8 @@ def axes_str(axes: Sequence[Axes | None]) -> str:
 
 def line_of(step: Step) -> str:
     """The 'file:line' of the user that an operation comes from."""
-    return user_line(step.place.lines) or step.place.source
+    helpers = step.outputs[0].helpers if step.outputs else frozenset[str]()
+    return user_line(step.place.lines, helpers) or step.place.source
 
 
 def type_str(value: Value) -> str:

@@ -114,6 +114,7 @@ class _Naming:
         self._names_of, self._inputs = names_of, inputs
         # The parameters that forward steps take, by call stack and by sizes of the dimensions.
         self._taken: dict[tuple[Any, ...], list[Value]] = {}
+        self._summed: dict[tuple[int, Any], tuple[int, ...] | None] = {}
 
     def run(self, block: Block) -> None:
         for step in block.steps:
@@ -199,10 +200,11 @@ class _Naming:
                 if operand.argument and operand.argument not in self._inputs:
                     key = value.stack, tuple(sorted(operand.shape))
                     self._taken.setdefault(key, []).append(operand)
+                    self._summed[id(operand), value.stack] = _summed_sizes(step, operand)
         elif not value.gradient_of and step.name not in (*MOVES, 'broadcast_in_dim', 'select_n'):
-            self._adopt(value)
+            self._adopt(value, step)
 
-    def _adopt(self, value: Value) -> None:
+    def _adopt(self, value: Value, step: Step) -> None:
         """Records which parameter a value is the gradient of, if it is a gradient.
 
         The backward operation of a line has the call stack of the forward one, and the gradient of
@@ -210,6 +212,9 @@ class _Naming:
         """
         found = self._taken.get((value.stack, tuple(sorted(value.shape))), ())
         near = [x for x in found if value.place.words >= x.place.words] or found
+        kept = _kept_sizes(step) if len(near) > 1 else None
+        if kept is not None:
+            near = [x for x in near if self._summed.get((id(x), value.stack)) == kept] or near
         if not near:
             return
         parameter = near[0]
@@ -238,6 +243,28 @@ class _Naming:
                 dim = Dim(name, axes, dim.argument if dim else '', dim.number if dim else 0)
             named.append(dim)
         value.dims = tuple(named)
+
+
+def _summed_sizes(step: Step, operand: Value) -> tuple[int, ...] | None:
+    """The sizes over which a product sums, sorted; None for other operations."""
+    if step.name != 'dot_general':
+        return None
+    factors, number = find_factors(step), step.inputs.index(operand)
+    dims = zip(operand.shape, factors.inputs[number], strict=True)
+    return tuple(sorted(n for n, dim in dims if {*dim} & factors.summed))
+
+
+def _kept_sizes(step: Step) -> tuple[int, ...] | None:
+    """The sizes that a product of the backward pass keeps of an activation of the forward pass.
+
+    For the gradient of w in x @ w, it is the size of the dimension of x over which x @ w sums.
+    """
+    forward = [value for value in step.inputs if not value.backward]
+    if step.name != 'dot_general' or len(forward) != 1:
+        return None
+    factors, number = find_factors(step), step.inputs.index(forward[0])
+    dims = zip(forward[0].shape, factors.inputs[number], strict=True)
+    return tuple(sorted(n for n, dim in dims if not {*dim} & factors.summed))
 
 
 def better(one: Dim | None, other: Dim | None) -> Dim | None:

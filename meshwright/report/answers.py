@@ -148,6 +148,21 @@ class AnswerChange:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerFinding:
+    """What is wrong or wasteful in the layouts of a program.
+
+    Attributes:
+      kind: what it is about: 'whole array', 'optimizer layout', ...
+      where: the 'file:line' of the user's code, or the path of an argument.
+      message: what is wrong, with figures, and what to write instead.
+    """
+
+    kind: str
+    where: str
+    message: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
     """What is known about one program on one machine.
 
@@ -166,6 +181,7 @@ class Answer:
       exchanges: the exchanges, those with the most bytes first.
       time: the time of a call, or null if the chip has no model.
       changes: what would make it fit, if it does not.
+      findings: what is wrong or wasteful in its layouts.
       warnings: what the compiler warned about.
       notes: what is exact and what is not.
       problem: why there are no figures, or ''.
@@ -185,6 +201,7 @@ class Answer:
     exchanges: tuple[AnswerExchange, ...] = ()
     time: AnswerTime | None = None
     changes: tuple[AnswerChange, ...] = ()
+    findings: tuple[AnswerFinding, ...] = ()
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     problem: str = ''
@@ -213,6 +230,9 @@ def answer_of(forecast: Forecast) -> Answer:
         changes=tuple(
             AnswerChange(setting=c.setting, peak=c.peak, fits=c.fits, peak_from=c.peak_from)
             for c in forecast.changes
+        ),
+        findings=tuple(
+            AnswerFinding(kind=f.kind, where=f.where, message=f.message) for f in forecast.findings
         ),
         warnings=forecast.warnings,
         notes=forecast.notes,

@@ -105,6 +105,21 @@ class MemoryChange:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ForecastFinding:
+    """What is wrong or wasteful in the layouts of a function; see `meshwright.lint`.
+
+    Attributes:
+      kind: what it is about: 'whole array', 'optimizer layout', ...
+      where: the 'file:line' of the user's code, or the path of an argument.
+      message: what is wrong, with figures, and what to write instead.
+    """
+
+    kind: str
+    where: str
+    message: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Compilation:
     """What the forecast itself took, which differs from run to run.
 
@@ -145,6 +160,7 @@ class Forecast:
       rings: the network and the distances along each axis of the mesh.
       placement: where the devices of the mesh are in the machine; None if the mesh has no devices.
       changes: what would make the function fit, if it does not.
+      findings: what is wrong or wasteful in its layouts.
     """
 
     function: str
@@ -168,6 +184,7 @@ class Forecast:
     rings: tuple[AxisRing, ...] = ()
     placement: Placement | None = None
     changes: tuple[MemoryChange, ...] = ()
+    findings: tuple[ForecastFinding, ...] = ()
 
     @property
     def fits(self) -> bool | None:

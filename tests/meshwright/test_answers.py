@@ -17,7 +17,16 @@ def made(**changes):
 def test_the_schema_describes_every_entry():
     definitions = schema_of_the_dataclasses()
     assert answer_schema()['$defs'] == definitions
-    assert {'answer', 'exchange', 'cause', 'effect', 'time', 'change', 'sent'} == {*definitions}
+    assert {
+        'answer',
+        'exchange',
+        'cause',
+        'effect',
+        'time',
+        'change',
+        'finding',
+        'sent',
+    } == {*definitions}
 
 
 def test_an_answer_has_the_figures_of_its_forecast():
