@@ -111,6 +111,7 @@ def test_the_programs_of_a_guide_print_what_it_shows(guide, tmp_path, monkeypatc
     run_blocks(f'docs/how-to/{guide}.md')
 
 
+@pytest.mark.long
 def test_the_weights_of_a_small_llama(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / 'tests/train/reference_models/llama3_1', 'models/llama')
@@ -151,6 +152,7 @@ def test_a_program_chooses_a_machine(monkeypatch):
         names['choose'](sys.executable, '-m', 'train.cli', 'forecast')
 
 
+@pytest.mark.long
 def test_a_mixture_of_experts(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, 'find_files', find_files)
     monkeypatch.chdir(tmp_path)

@@ -310,6 +310,7 @@ def begin(scenario, folder, **streams):
 RESUME = 'resume with: meshwright train mine\n'
 
 
+@pytest.mark.long
 def test_a_command_saves_although_nobody_reads_its_output(tmp_path):
     """Ctrl-C also ends the `tee` of a pipe."""
     reader, writer = os.pipe()
@@ -323,6 +324,7 @@ def test_a_command_saves_although_nobody_reads_its_output(tmp_path):
     assert complete_steps(tmp_path / 'checkpoints') == [3]
 
 
+@pytest.mark.long
 def test_a_command_saves_although_its_terminal_is_closed(tmp_path):
     terminal, inside = pty.openpty()
     process = begin(

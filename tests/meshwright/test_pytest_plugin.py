@@ -75,6 +75,7 @@ def run(tmp_path):
     return run
 
 
+@pytest.mark.long
 def test_golden_files_are_updated_on_request_and_listed(run, tmp_path):
     """Also by the processes of pytest-xdist."""
     (tmp_path / 'golden').mkdir()

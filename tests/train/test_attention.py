@@ -64,6 +64,14 @@ def assert_close(ours, expected):
         np.testing.assert_allclose(x, y, atol=1e-5 * float(np.abs(y).max()), rtol=1e-5)
 
 
+def interpreted_later(cases):
+    """On CPUs the kernels of splash attention are interpreted, which takes long."""
+    return [
+        pytest.param(case, marks=pytest.mark.long) if case[0] == 'splash' else case
+        for case in cases
+    ]
+
+
 # kind, mesh, kv_heads, soft_cap, window, whether an array says that the window applies, segments.
 # With 2 kv_heads on a model axis of 4, each device takes the ones for its own heads.
 CASES = [
@@ -97,7 +105,7 @@ def assert_as_defined(settings, partitioner, specs, length, kv_heads, *rest):
     assert_close(step(*arrays, segments, local), expected(*arrays, segments))
 
 
-@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('case', interpreted_later(CASES))
 def test_attention_agrees_with_its_definition(case):
     kind, mesh, kv_heads, *rest = case
     settings = AttentionSettings(kind=kind, splash_blocks=BLOCKS, block_queries=100, block_keys=64)
@@ -181,13 +189,14 @@ CONTEXT_CASES = [
 ]
 
 
-@pytest.mark.parametrize('case', CONTEXT_CASES)
+@pytest.mark.parametrize('case', interpreted_later(CONTEXT_CASES))
 def test_attention_over_context_agrees_with_its_definition(case):
     kind, context, axes, *rest = case
     settings = AttentionSettings(kind=kind, splash_blocks=BLOCKS, context=context)
     assert_as_defined(settings, context_partitioner(**axes), P('data', 'context'), *rest)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('window, soft_cap', [(None, None), (70, 5.0)])
 def test_parts_of_splash_attention_add_up_to_the_whole(window, soft_cap):
     q, k, v, gradient, segments = (x[:1] for x in inputs(2))

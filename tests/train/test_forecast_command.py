@@ -137,6 +137,7 @@ def test_what_would_make_a_run_fit(forecast):
     assert {change['peak_from'] for change in one['changes']} == {'jaxpr'}
 
 
+@pytest.mark.long
 def test_the_machines_that_a_model_fits_into(forecast, tmp_path):
     (tmp_path / 'config.json').write_text(json.dumps(SMALL))
     flags = ('--topology=v5e:2x2', '--batch_tokens=8K', '--sequence_length=128', '--json')

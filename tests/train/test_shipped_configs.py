@@ -267,6 +267,7 @@ def gradient(objective):
     return jax.value_and_grad(lambda params, batch: objective.loss(params, batch, None, {}).total)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('layout', ALL if os.environ.get('MESHWRIGHT_ALL_LAYOUTS') else CHOSEN)
 def test_a_preset_gives_the_loss_and_gradients_of_one_device(layout):
     preset, *bindings = layout

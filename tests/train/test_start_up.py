@@ -80,6 +80,7 @@ def test_the_oldest_programs_are_removed(tmp_path):
     assert {file.name for file in tmp_path.iterdir()} == {'c-cache', 'b-cache', 'other'}
 
 
+@pytest.mark.long
 def test_a_second_start_reads_the_programs_and_tells_its_time(cache, texts, tmp_path, monkeypatch):
     """jax's events say what it read. The times are in the first record only."""
     # Programs that a fast machine compiles at once are kept, too.
