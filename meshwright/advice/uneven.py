@@ -71,14 +71,30 @@ def find_uneven(
       sizes: the size of each mesh axis.
     """
     found: dict[tuple[str, int, Axes], Uneven] = {}
+    for value, d, axes, shards in uneven_constraints(values, sizes):
+        one = _constrained(value, d, axes, shards)
+        found.setdefault((value.line, value.shape[d], axes), one)
+    return (*found.values(), *_whole_parameters(rows, sizes))
+
+
+def uneven_constraints(
+    values: Iterable[Value], sizes: Mapping[str, int]
+) -> Iterator[tuple[Value, int, Axes, int]]:
+    """Yields the constraints on dimensions that the devices along their axes do not divide.
+
+    Args:
+      values: the values of the function.
+      sizes: the size of each mesh axis.
+
+    Yields:
+      The constrained value, the dimension, its mesh axes, and the number of devices along them.
+    """
     for value in values:
         if value.primitive in CONSTRAINTS and value.layout is not None and not value.backward:
             for d, axes in enumerate(value.layout):
                 shards = math.prod(sizes.get(a, 1) for a in axes)
                 if value.shape[d] % shards:
-                    one = _constrained(value, d, axes, shards)
-                    found.setdefault((value.line, value.shape[d], axes), one)
-    return (*found.values(), *_whole_parameters(rows, sizes))
+                    yield value, d, axes, shards
 
 
 def _constrained(value: Value, d: int, axes: Axes, shards: int) -> Uneven:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import collections
-import math
 from collections.abc import Iterator, Sequence
 
+from meshwright.advice.uneven import uneven_constraints
 from meshwright.causes.cause import over
 from meshwright.causes.row_axes import ROW_AXES
 from meshwright.findings.forward_layouts import DENSE_PRODUCTS
@@ -15,7 +15,7 @@ from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.values import Step, Value
 from partitioning.amounts import bytes_str
 from partitioning.plan.findings import Finding
-from partitioning.rules import describe_axes, sharding_axes
+from partitioning.rules import describe_axes
 
 _CALLBACKS = {
     'pure_callback': 'jax.pure_callback',
@@ -173,34 +173,28 @@ def find_gathered_rows(facts: ProgramFacts) -> Iterator[Finding]:
 def find_indivisible_constraints(facts: ProgramFacts) -> Iterator[Finding]:
     """Constraints on dimensions that the devices along their axes do not divide."""
     seen = set[tuple[str, int]]()
-    for step in facts.steps:
-        if step.name != 'sharding_constraint' or step.is_border:
+    made = (value for step in facts.steps for value in step.outputs)
+    for value, d, axes, shards in uneven_constraints(made, facts.sizes):
+        assert value.maker is not None
+        n, key = value.shape[d], (line_of(value.maker), d)
+        if key in seen:
             continue
-        spec = getattr(step.params.get('sharding'), 'spec', None)
-        if spec is None:
-            continue
-        for d, entry in enumerate(spec):
-            axes = sharding_axes(entry)
-            shards = math.prod(facts.sizes.get(a, 1) for a in axes)
-            n, key = step.outputs[0].shape[d], (line_of(step), d)
-            if n % shards == 0 or key in seen:
-                continue
-            seen.add(key)
-            part = -(-n // shards)
-            full, rest = n // part, n % part
-            last = f', one has {rest:,}' if rest else ''
-            empty = shards - full - bool(rest)
-            none = f' and {empty} {"has" if empty == 1 else "have"} none' if empty else ''
-            counts = describe_axes({a: facts.sizes[a] for a in axes if a in facts.sizes})
-            yield Finding(
-                'warning',
-                'indivisible',
-                key[0],
-                f'dimension {d} of {type_str(step.outputs[0])} has {n:,} '
-                f'elements, which {shards} devices ({counts}) do not divide: jax pads or '
-                f'replicates it silently ({full:,} of {shards} devices have {part:,}{last}{none}); '
-                f'make it {part * shards:,}, or leave {over(axes)} out of the constraint',
-            )
+        seen.add(key)
+        part = -(-n // shards)
+        full, rest = n // part, n % part
+        last = f', one has {rest:,}' if rest else ''
+        empty = shards - full - bool(rest)
+        none = f' and {empty} {"has" if empty == 1 else "have"} none' if empty else ''
+        counts = describe_axes({a: facts.sizes[a] for a in axes if a in facts.sizes})
+        yield Finding(
+            'warning',
+            'indivisible',
+            key[0],
+            f'dimension {d} of {type_str(value)} has {n:,} elements, which {shards} devices '
+            f'({counts}) do not divide: jax pads or replicates it silently ({full:,} of {shards} '
+            f'devices have {part:,}{last}{none}); make it {part * shards:,}, or leave '
+            f'{over(axes)} out of the constraint',
+        )
 
 
 def find_host_work(facts: ProgramFacts) -> Iterator[Finding]:
