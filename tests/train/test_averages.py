@@ -110,8 +110,11 @@ def averaged(run):
     return of
 
 
-def test_a_run_averages_evaluates_saves_and_resumes(averaged, finished, texts, tmp_path):
+def test_a_run_averages_evaluates_saves_and_resumes(averaged, finished, texts, tmp_path, capsys):
     state, seen = averaged(tmp_path / 'one')
+    assert 'is kept, with decay 0.5; evaluations use it' in ' '.join(
+        capsys.readouterr().out.split()
+    )
     assert_close(state.ema.average, average_of(seen.trained, 0.5))
     for step, params in seen.evaluated.items():
         assert_close(params, average_of(seen.trained[:step], 0.5))

@@ -229,6 +229,9 @@ def report_run(run: Run) -> None:
     run.console.show(table)
     for line in describe_audit(run.audit):
         say(line)
+    if (decay := run.config.ema_decay) is not None:
+        used = 'evaluations use it' if run.config.evaluate_ema else 'evaluations do not use it'
+        say(f'an average of the parameters is kept, with decay {decay}; {used}')
     for line in describe_options(run.plan.compiler_options):
         say(line)
 
