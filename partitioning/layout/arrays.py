@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -20,27 +22,61 @@ from partitioning.rules import boundary_spec, check_layout, check_spec, describe
 
 
 def local_to_global(
-    local_batch: Any, mesh: Mesh, spec: PartitionSpec, batch_size: int | None = None
+    local_batch: Any,
+    mesh: Mesh,
+    spec: Any,
+    batch_size: int | None = None,
+    *,
+    own_sizes: bool = False,
 ) -> Any:
     """Sharded global arrays from the rows that each process has read.
 
-    It is `BasePartitioner.to_global` for a mesh and a spec.
+    It is `BasePartitioner.to_global` for a mesh and a spec, or a tree of specs. If arrays may have
+    their `own_sizes`, each is laid out by its own first dimension, and scalars are replicated.
+    Otherwise all arrays must have the same number of rows.
 
     Raises:
       ValueError: if an array does not have the rows of this process, if arrays differ in their
         number of rows, if integers do not fit 32 bits, or if the spec does not fit an array.
     """
-    batch = _batch_shards(mesh, spec)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(local_batch)
+    of_each = _spec_of_each(spec, local_batch, len(leaves))
     if batch_size is not None:
-        check_batch_size(batch_size, batch.num_shards, mesh)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(local_batch):
+        for one in dict.fromkeys(of_each):
+            check_batch_size(batch_size, _batch_shards(mesh, one).num_shards, mesh)
+    sizes = {_name(path): np.shape(leaf)[0] for path, leaf in leaves if np.ndim(leaf)}
+    placed = []
+    for (path, leaf), one in zip(leaves, of_each, strict=True):
         name, shape = _name(path), np.shape(leaf)
-        _check_rows(name, shape, batch_size, batch)
-        if batch_size is None:
-            batch_size = shape[0] // len(batch.chunk) * batch.num_shards
-        _check_layout(spec, mesh, name, (batch_size, *shape[1:]))
-        _check_integers_fit(name, np.asarray(leaf))
-    return jax.tree.map(lambda leaf: _global_array(leaf, batch), local_batch)
+        if own_sizes and not shape:
+            placed.append((leaf, _batch_shards(mesh, PartitionSpec())))
+            continue
+        batch = _batch_shards(mesh, one)
+        _check_rows(name, shape, batch_size, batch, sizes)
+        rows = shape[0] // len(batch.chunk) * batch.num_shards
+        if batch_size is None and not own_sizes:
+            batch_size = rows
+        _check_layout(one, mesh, name, (rows, *shape[1:]))
+        _check_integers_fit(name, leaf)
+        placed.append((leaf, batch))
+    return jax.tree.unflatten(structure, [_global_array(*one) for one in placed])
+
+
+def _spec_of_each(spec: Any, batch: Any, count: int) -> list[PartitionSpec]:
+    """The spec of each array of a batch, from one spec or a tree of specs; None replicates."""
+
+    def is_spec(x: Any) -> bool:
+        return x is None or isinstance(x, PartitionSpec)
+
+    if is_spec(spec):
+        return [PartitionSpec() if spec is None else spec] * count
+    try:
+        whole = jax.tree.broadcast(spec, batch, is_leaf=is_spec)
+    except ValueError as error:
+        said = ' '.join(str(error).split())
+        raise ValueError(f'the tree of specs does not fit the batch: {said}') from None
+    found = jax.tree.leaves(whole, is_leaf=is_spec)
+    return [PartitionSpec() if one is None else boundary_spec(one) for one in found]
 
 
 class _BatchShards(NamedTuple):
@@ -113,9 +149,13 @@ def host_local_array_to_global_array(arr_tree: Any, mesh: Mesh, pspecs: Any) -> 
 
 
 def _check_rows(
-    name: str, shape: tuple[int, ...], batch_size: int | None, batch: _BatchShards
+    name: str,
+    shape: tuple[int, ...],
+    batch_size: int | None,
+    batch: _BatchShards,
+    sizes: Mapping[str, int],
 ) -> None:
-    """Raises ValueError unless an array has the rows of this process."""
+    """Raises ValueError unless an array has the rows of this process; `sizes` has those of all."""
     if not shape:
         raise ValueError(f'{name} is a scalar, but the first dimension of a batch must be its rows')
     rows, held, num_shards = shape[0], len(batch.chunk), batch.num_shards
@@ -123,6 +163,11 @@ def _check_rows(
         fits, holds = bool(rows) and rows % held == 0, f'{held} of the {num_shards} shards'
         wrong = f', which is not a positive multiple of {held}'
         hint = f'{held} or {2 * held} rows, for example'
+        if other := next((other for other, size in sizes.items() if size != rows), None):
+            hint += (
+                f', or give it its own spec: {other} has {sizes[other]} rows, and spec= takes a '
+                'tree with a PartitionSpec for each array; P() replicates one'
+            )
     else:
         expected = batch_size // num_shards * held
         fits, holds = rows == expected, f'{expected} of the {batch_size} rows'
@@ -135,8 +180,9 @@ def _check_rows(
         )
 
 
-def _check_integers_fit(name: str, array: np.ndarray) -> None:
+def _check_integers_fit(name: str, leaf: Any) -> None:
     """Raises ValueError if jax would truncate integers of 64 bits to 32 bits."""
+    array = np.asarray(leaf)
     kept = jax.dtypes.canonicalize_dtype(array.dtype) if array.dtype.kind in 'iu' else array.dtype
     if kept != array.dtype and array.size and (array.astype(kept) != array).any():
         raise ValueError(
@@ -146,6 +192,8 @@ def _check_integers_fit(name: str, array: np.ndarray) -> None:
 
 
 def _global_array(leaf: Any, batch: _BatchShards) -> jax.Array:
+    if not np.shape(leaf):
+        return _replicated_scalar(leaf, batch.sharding)
     local = np.asarray(leaf)
     rows_per_shard = local.shape[0] // len(batch.chunk)
     local_start = {shard: i * rows_per_shard for i, shard in enumerate(batch.chunk)}
@@ -156,6 +204,12 @@ def _global_array(leaf: Any, batch: _BatchShards) -> jax.Array:
 
     shape = (rows_per_shard * batch.num_shards, *local.shape[1:])
     return jax.make_array_from_callback(shape, batch.sharding, rows_of_device)
+
+
+def _replicated_scalar(x: Any, sharding: NamedSharding) -> jax.Array:
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return jax.device_put(x, sharding)  # a random key has no numpy array
+    return jax.make_array_from_callback((), sharding, lambda _: np.asarray(x))
 
 
 def _local_rows(path: Any, array: Any) -> np.ndarray:

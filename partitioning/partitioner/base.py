@@ -162,29 +162,29 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         size = self.data_mesh_size if batch_size is None else batch_size
         return data_layout(self.mesh, self._data_axes, size, host_index)
 
-    def to_global(
-        self, local_batch: Any, batch_size: int | None = None, spec: PartitionSpec | None = None
-    ) -> Any:
+    def to_global(self, local_batch: Any, batch_size: int | None = None, spec: Any = None) -> Any:
         """The rows that each process has read, as sharded global arrays.
 
         Args:
           local_batch: a pytree of arrays [local rows, ...]: the rows that
-            `get_data_layout(batch_size).row_indices` of this process lists, in that order.
+            `get_data_layout(batch_size).row_indices` of this process lists, in that order. Scalars
+            are replicated.
           batch_size: the rows of the global batch. By default it follows from the rows of this
-            process. Pass it if there are several processes.
-          spec: the mesh axes of the dimensions of the batch; by default `data_partition_spec`.
-            Dimensions after the first are whole in `local_batch`, whether they are sharded or not.
+            process, for each array by itself: a graph may have 48 nodes and 80 edges. Pass it if
+            there are several processes; then all arrays must have its rows.
+          spec: the mesh axes of the dimensions of the batch, or a tree with a PartitionSpec for
+            each array; by default `data_partition_spec`. Dimensions after the first are whole in
+            `local_batch`, whether they are sharded or not.
 
         Returns:
           A pytree of jax.Arrays [batch_size, ...]. On CPU they may share the memory of numpy
           arrays, so do not write to those again.
 
         Raises:
-          ValueError: if the number of rows is not what this process holds, or differs from leaf to
-            leaf.
+          ValueError: if the number of rows is not what this process holds, with the array's path.
         """
         spec = self._checked_data_spec if spec is None else spec
-        return local_to_global(local_batch, self.mesh, spec, batch_size)
+        return local_to_global(local_batch, self.mesh, spec, batch_size, own_sizes=True)
 
     def to_local(self, global_batch: Any) -> Any:
         """The rows of global arrays that this process holds, as numpy arrays; undoes `to_global`.

@@ -88,6 +88,14 @@ def check_numbers_of_rows(partitioner, mine, index):
     """Checks that the batch size follows from the rows of a process, and wrong rows are refused."""
     for array in partitioner.to_global([KNOWN[mine], KNOWN[mine, :2]]):
         assert array.shape[0] == BATCH
+    # Twice as many edges: the rows of each shard are read in the same order.
+    pairs = [row for mine_too in mine for row in (2 * mine_too, 2 * mine_too + 1)]
+    both = np.repeat(KNOWN, 2, 0)
+    graph = {'nodes': KNOWN[mine], 'edges': both[pairs], 'temperature': np.float32(2)}
+    arrays = partitioner.to_global(graph)
+    assert_holds(arrays['nodes'], KNOWN)
+    assert_holds(arrays['edges'], both)
+    assert arrays['temperature'].is_fully_replicated and float(arrays['temperature']) == 2
     for wrong in (KNOWN[mine][1:], np.repeat(KNOWN[mine], 2, 0)):
         try:
             partitioner.to_global(wrong, BATCH)

@@ -274,3 +274,60 @@ def test_only_jax_arrays_with_rows_have_local_rows(array):
 def test_wrong_specs_of_chunks_are_refused(specs, message):
     with pytest.raises(ValueError, match=message):
         host_local_array_to_global_array({'x': rows(8)}, MESH, specs)
+
+
+# Arrays of several sizes, as in a padded graph.
+
+
+def test_each_array_is_laid_out_by_its_own_size():
+    partitioner = PjitPartitioner(layout='fsdp')
+    graph = {
+        'nodes': rows(48, 4),
+        'edges': rows(80, 3),
+        'n_node': rows(8, dtype=np.int32),
+        'temperature': np.float32(0.5),
+        'key': jax.random.key(3),
+    }
+    arrays = partitioner.to_global(graph)
+    sharding = NamedSharding(partitioner.mesh, P('data'))
+    for name in ('nodes', 'edges', 'n_node'):
+        assert_holds(arrays[name], graph[name], sharding)
+    assert_holds(arrays['temperature'], graph['temperature'], NamedSharding(sharding.mesh, P()))
+    assert arrays['key'].sharding.is_fully_replicated
+    np.testing.assert_array_equal(
+        jax.random.key_data(arrays['key']), jax.random.key_data(graph['key'])
+    )
+    _, step, _ = partitioner.setup(
+        lambda key: jnp.ones((64, 64)), lambda state, graph: (state, graph['edges'].sum()), 0
+    )
+    assert step(jnp.ones((64, 64)), arrays)[1] == graph['edges'].sum()
+
+
+def test_a_tree_of_specs():
+    partitioner = PjitPartitioner(num_partitions=2)
+    batch = {'x': rows(8, 4), 'globals': rows(1, 3), 'steps': rows(5, 8)}
+    specs = {'x': P('data'), 'globals': None, 'steps': P(None, 'data')}
+    for name, array in partitioner.to_global(batch, spec=specs).items():
+        assert_holds(array, batch[name], NamedSharding(partitioner.mesh, specs[name] or P()))
+    with pytest.raises(ValueError, match='tree of specs does not fit'):
+        partitioner.to_global(batch, spec={'x': P('data')})
+
+
+@pytest.mark.parametrize(
+    'batch, batch_size, parts',
+    [
+        (
+            {'nodes': rows(48), 'globals': rows(1, 3)},
+            None,
+            ['globals has 1 rows', 'nodes has 48'],
+        ),
+        ({'edges': rows(81), 'nodes': rows(48)}, None, ['edges has 81 rows', '8 or 16']),
+        ({'edges': rows(80), 'nodes': rows(48)}, 80, ['nodes has 48 rows', '80 of the 80']),
+    ],
+)
+def test_sizes_that_do_not_fit_name_the_array(batch, batch_size, parts):
+    with pytest.raises(ValueError) as caught:
+        PjitPartitioner(layout='fsdp').to_global(batch, batch_size)
+    assert '\n' not in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)
