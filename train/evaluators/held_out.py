@@ -28,7 +28,7 @@ from train.evaluators.evaluator import (
     partition_scoring,
 )
 from train.machine.devices import must_wait_for_steps
-from train.objectives.objective import make_eval_step, mean_metrics
+from train.objectives.objective import Objective, Ratio, compute_loss, divide, make_eval_step
 from train.processes.activity import wait_for_devices
 from train.reporting.reports import format_scores, score_chart
 
@@ -90,7 +90,7 @@ class HeldOut:
             _check_fillers(name, held_out, run, batch)
         batches = finite_batches(run, held_out.rows, size)
         with run.console.phase(f'compiling the evaluation {name}'):
-            partitioned = partition_scoring(run, make_eval_step(run.config.objective))
+            partitioned = partition_scoring(run, _make_score_step(run.config.objective))
             eval_step = compile_scoring(run, partitioned, batch)
         return PreparedHeldOut(self.every, name, run, held_out, batches, eval_step)
 
@@ -120,8 +120,9 @@ class PreparedHeldOut:
                     wait_for_devices(sums[-1])
         wait_for_devices(sums)
         # Added in float64 on the host: a sum over many batches needs more digits than float32 has.
-        total = {name: sum(np.float64(s[name]) for s in sums) for name in sums[0]}
-        scores = {name: float(value) for name, value in mean_metrics(total).items()}
+        total, ratios = jax.tree.map(lambda *x: sum(map(np.float64, x)), *sums)
+        metrics = ratios or self.owner.config.objective.metrics(total, {})
+        scores = {k: divide(x) if isinstance(x, Ratio) else float(x) for k, x in metrics.items()}
         if self.held_out.num_bytes:
             scores['bits_per_byte'] = float(total['loss']) / math.log(2) / self.held_out.num_bytes
         self._report(scores, step)
@@ -130,13 +131,28 @@ class PreparedHeldOut:
     def _report(self, scores: Mapping[str, float], step: int) -> None:
         """Prints the scores, and at the end of a run a chart next to the baselines."""
         console, score = self.owner.console, scores.get('bits_per_byte')
-        line = format_scores(scores)
+        # Variants of a score, such as T5X's loss_per_all_target_tokens, are only in the files.
+        shown = {k: x for k, x in scores.items() if '/' not in k and '_per_' not in k}
+        line = format_scores(shown or scores)
         if score is not None:
             others = ', '.join(f'{name} {value:.3f}' for name, value in self._baselines.items())
             line = f'held-out bits per byte {score:.3f} (baselines: {others})'
         console.scores(step, self.name, line)
         if score is not None and step >= self.owner.config.total_steps:
             console.show(score_chart({'this model': score, **self._baselines}))
+
+
+def _make_score_step(objective: Objective) -> Any:
+    """The function (params, variables, batch) -> (sums, ratios) of a batch.
+
+    There are ratios only if the objective averages its metrics over batches.
+    """
+
+    def score_step(params: Any, variables: Any, batch: Any) -> tuple[Any, dict[str, Ratio]]:
+        sums = dict(compute_loss(objective, params, batch, None, variables or {}).sums)
+        return sums, objective.metrics(sums, batch) if objective.averages else {}
+
+    return score_step
 
 
 def _check_fillers(

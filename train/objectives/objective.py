@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
@@ -28,6 +28,17 @@ class Loss(NamedTuple):
     variables: Variables = MappingProxyType({})
 
 
+class Ratio(NamedTuple):
+    """A metric that is a sum divided by another sum, over all steps or batches of a record.
+
+    Attributes:
+      total, count: the parts of one step or batch, scalars.
+    """
+
+    total: Any
+    count: Any
+
+
 class Objective(abc.ABC):
     """A model and the loss that it minimizes.
 
@@ -39,7 +50,13 @@ class Objective(abc.ABC):
         def loss(self, params, batch, rng, variables):
           decoded = model.apply({'params': params}, batch['image'])
           return Loss(jnp.sum((decoded - batch['image']) ** 2))
+
+    Attributes:
+      averages: whether `metrics` returns a `Ratio` for each metric. The metrics of a record are then
+        those of all steps since the last one, and otherwise those of its step.
     """
+
+    averages: ClassVar[bool] = False
 
     @abc.abstractmethod
     def init(self, key: jax.Array, batch: Batch) -> Variables:
@@ -74,6 +91,10 @@ class Objective(abc.ABC):
     def divisor(self, sums: Mapping[str, jax.Array], batch: Batch) -> jax.Array | float:
         """Returns what the gradients are divided by, given the sums over a whole batch."""
         return sums['weight']
+
+    def metrics(self, sums: Mapping[str, jax.Array], batch: Batch) -> dict[str, Any]:
+        """Returns what is reported of a step or batch, by name, given the sums over it."""
+        return mean_metrics(sums)
 
 
 def compute_loss(
@@ -116,6 +137,12 @@ def make_eval_step(objective: Objective) -> Callable[[Any, Any, Batch], dict[str
         return dict(compute_loss(objective, params, batch, None, variables or {}).sums)
 
     return eval_step
+
+
+def divide(ratio: Ratio) -> float:
+    """Returns the value of a ratio; NaN if nothing was counted."""
+    count = float(ratio.count)
+    return float(ratio.total) / count if count else float('nan')
 
 
 def mean_metrics(sums: Any) -> Any:

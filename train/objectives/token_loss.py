@@ -104,7 +104,7 @@ class TokenLoss(Objective):
         sums = {
             'weight': jnp.sum(weights_BL),
             'loss': jnp.sum(scores.nats_BL * weights_BL),
-            'accuracy': jnp.sum((scores.argmax_BL == targets_BL) * weights_BL),
+            'accuracy': jnp.sum((scores.argmax_BL == targets_BL) * self.counts(weights_BL)),
         }
         sums = applied.add_sown(sums)
         total = sums['loss']
@@ -148,6 +148,10 @@ class TokenLoss(Objective):
             return weights_BL
         sums_BL = _sums_of_sequences(weights_BL, batch.get('decoder_segment_ids'))
         return weights_BL / jnp.where(sums_BL > 0, sums_BL, 1.0)
+
+    def counts(self, weights_BL: jax.Array) -> jax.Array:
+        """Returns how much each target counts for the accuracy, float32 [batch, length]."""
+        return weights_BL
 
     def score(self, params: Any, batch: Batch, variables: Variables | None = None) -> jax.Array:
         """Returns the log-probability of the targets of each row, float32 [batch]."""

@@ -14,11 +14,12 @@ from partitioning import TrainState, with_sharding_constraint
 from partitioning.state import path_str
 from train.config import GradientDType, NotFinitePolicy
 from train.objectives import Loss, Objective, compute_loss
-from train.objectives.objective import Batch, mean_metrics
+from train.objectives.objective import Batch, Ratio, divide
 from train.optimizers import global_norm
 from train.running.stopping import NOT_FINITE, describe_not_finite
 
-Metrics = dict[str, jax.Array]
+# A metric is a scalar, or a `Ratio` of two.
+Metrics = dict[str, Any]
 
 
 def make_train_step(
@@ -75,17 +76,21 @@ def make_train_step(
         if gradient_dtype == 'float32':
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         new_state = average(state.apply_gradients(grads, tx, variables or None))
-        metrics = mean_metrics(sums) | {
+        metrics = objective.metrics(sums, batch) | {
             'gradient_norm': global_norm(grads),
             'parameter_norm': optax.tree.norm(new_state.params),
         }
         if (rate := learning_rate(new_state)) is not None:
             metrics['learning_rate'] = rate
+            if objective.averages:
+                metrics |= {'learning_rate': Ratio(rate, 1.0), 'learning_rate/current': rate}
         if weight_metrics:
             metrics |= per_parameter_metrics(state.params, grads, new_state.params)
         if not_finite != 'ignore':
             norms = metrics['gradient_norm'], metrics['parameter_norm']
-            metrics[NOT_FINITE] = describe_not_finite(metrics['loss'], *norms, new_state)
+            loss = metrics['loss']
+            loss = loss.total if isinstance(loss, Ratio) else loss
+            metrics[NOT_FINITE] = describe_not_finite(loss, *norms, new_state)
         if not_finite == 'skip':
             bad = metrics[NOT_FINITE] != 0
             kept = jax.tree.map(lambda old, new: jnp.where(bad, old, new), state, new_state)
@@ -165,6 +170,36 @@ def per_parameter_metrics(before: Any, grads: Any, after: Any) -> Metrics:
         for name, tree in measured.items()
         for path, value in leaves(tree)
     }
+
+
+class RecordedMetrics:
+    """The metrics of the steps since the last record."""
+
+    def __init__(self) -> None:
+        self._last: Metrics = {}
+        self._ratios: dict[str, Ratio] = {}
+
+    def add(self, metrics: Metrics) -> None:
+        """Adds the metrics of a step. It does not wait for the devices."""
+        ratios = {name: x for name, x in metrics.items() if isinstance(x, Ratio)}
+        self._last = metrics
+        self._ratios = _add_all(self._ratios, ratios) if self._ratios else ratios
+
+    def read(self) -> dict[str, float]:
+        """The sums of ratios, divided, and all other metrics of the last step."""
+        return {
+            name: divide(self._ratios[name]) if name in self._ratios else float(value)
+            for name, value in self._last.items()
+        }
+
+    def clear(self) -> None:
+        """Begins a new record."""
+        self._last, self._ratios = {}, {}
+
+
+@jax.jit
+def _add_all(one: Any, other: Any) -> Any:
+    return jax.tree.map(jnp.add, one, other)
 
 
 def _split_batch(x: jax.Array, parts: int, spec: jax.sharding.PartitionSpec) -> jax.Array:

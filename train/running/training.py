@@ -46,7 +46,7 @@ from train.running.start import (
     roll_back,
     write_run_files,
 )
-from train.running.steps import Metrics
+from train.running.steps import Metrics, RecordedMetrics
 from train.running.stopping import Health, NotFinite, StopConditions
 
 
@@ -156,6 +156,7 @@ class Loop:
     def __post_init__(self) -> None:
         config, step = self.run.config, self.step
         self._first_step, self._last_step = step + 1, config.total_steps
+        self._recorded = RecordedMetrics()
         self._starting = dict[str, float]()  # the times of the start, until they are written
         self._stop_conditions = StopConditions(config.stop_when)
         self._meter = Meter(
@@ -226,6 +227,7 @@ class Loop:
             line, self._starting = self.clock.report(console.seconds)
             console.say(line)
         self._health.note(self.step, metrics)
+        self._recorded.add(metrics)
         for hook in self.run.config.hooks:
             hook(state, self.step, metrics)
         return state, metrics
@@ -239,16 +241,18 @@ class Loop:
         self.writers.write(self.step, {'train/rolled_back_to': float(restored_step)})
         self.feed.restart(self.step)
         self._meter.restart(self.step)
+        self._recorded.clear()
         return state
 
     def _log(self, due: Due, metrics: Metrics) -> dict[str, float]:
         """Reads and writes the training metrics of a step if they are due, and returns them."""
         scalars = dict[str, float]()
         if due.reading:
-            scalars = {f'train/{name}': float(value) for name, value in metrics.items()}
+            scalars = {f'train/{name}': x for name, x in self._recorded.read().items()}
         if due.writing:
             scalars |= self._meter.read(self.step, self.feed.waited) | self._starting
             self._starting = {}
+            self._recorded.clear()
             self.writers.write(self.step, scalars)
             self.run.console.step(self.step, self._last_step, format_figures(scalars))
         elif must_wait_for_steps():

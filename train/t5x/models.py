@@ -20,6 +20,7 @@ from train.models.experts import ExpertsConfig
 from train.objectives import EncoderDecoder, PrefixLanguageModel
 from train.optimizers import Optimizer
 from train.t5x.decoding import as_search, beam_search, temperature_sample
+from train.t5x.metrics import T5XEncoderDecoder, T5XPrefixLanguageModel
 from train.t5x.optimizers import OptimizerDef, check_optimizer, with_learning_rate
 from train.t5x.refusals import check_off, expect, refusal
 
@@ -230,7 +231,7 @@ class EncoderDecoderModel(BaseTransformerModel):
     default_decoder_params: DecoderParams | None = None
 
     def objective(self) -> EncoderDecoder:
-        return EncoderDecoder(
+        return T5XEncoderDecoder(
             model=self.module,
             z_loss=self.z_loss,
             label_smoothing=self.label_smoothing,
@@ -275,7 +276,7 @@ class DecoderOnlyModel(BaseTransformerModel):
         return 'vocabulary'
 
     def objective(self) -> PrefixLanguageModel:
-        return PrefixLanguageModel(
+        return T5XPrefixLanguageModel(
             model=self.module,
             z_loss=self.z_loss,
             label_smoothing=self.label_smoothing,
