@@ -127,6 +127,8 @@ class RestoreConfig:
       parameters_only: whether only the step, the parameters and the other variables of the model
         are restored. The optimizer state is new, and the step counts on. To begin at step 0, leave
         it out with `renames`, ('step', None), and set `initialize_missing`.
+      restart_data: whether the data begins with its first row, although the step counts on.
+        Otherwise, it continues with the row that follows this step.
     """
 
     path: str
@@ -136,6 +138,7 @@ class RestoreConfig:
     initialize_missing: bool = False
     dtype: str | None = None
     parameters_only: bool = False
+    restart_data: bool = False
     # The names of settings in messages.
     setting: ClassVar[str] = 'RestoreConfig.path'
     renames_setting: ClassVar[str] = 'RestoreConfig.renames'

@@ -73,6 +73,10 @@ class CheckpointReader(abc.ABC):
         """Changes the stored array for the wanted array of a name."""
         return array
 
+    def restarts_data(self, step: int) -> bool:
+        """Whether a run that starts from this step begins with the first row of its data."""
+        return self._settings.restart_data
+
     def first_step(self, step: int) -> int:
         """The last finished step of a run that starts from the checkpoint of a step."""
         return 0 if self._restore is not None and self._restore.drops('step') else step

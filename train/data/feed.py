@@ -146,6 +146,7 @@ class Feed:
       local_batches: this process's rows of each step.
       partitioner: assembles the rows of all processes into global arrays.
       first_step: the step of the first batch.
+      starts_after: the step after which the data begins, 0 unless it begins anew.
       prefetch: how far ahead batches are prepared; by default `Prefetch()`.
 
     Attributes:
@@ -161,9 +162,10 @@ class Feed:
         partitioner: BasePartitioner,
         *,
         first_step: int = 0,
+        starts_after: int = 0,
         prefetch: Prefetch | None = None,
     ):
-        self.waited = 0.0
+        self.waited, self._starts_after = 0.0, starts_after
         self._batches, self._prefetch = local_batches, prefetch or Prefetch()
         self._to_global = functools.partial(
             partitioner.to_global, batch_size=local_batches.batch_size
@@ -180,11 +182,11 @@ class Feed:
         Raises:
           ConfigError: if the step is not an integer >= 0.
         """
-        check_counts(minimum=0, first_step=first_step)
+        check_counts(minimum=self._starts_after, first_step=first_step)
         _close_all(self._iterators)
         self._error: Exception | None = None
         prefetch = self._prefetch
-        steps = grain.MapDataset.source(self._batches)[first_step:]
+        steps = grain.MapDataset.source(self._batches)[first_step - self._starts_after :]
         ahead = prefetch.batches if prefetch.workers else 0
         options = grain.ReadOptions(num_threads=prefetch.workers, prefetch_buffer_size=ahead)
         batches = steps.to_iter_dataset(options).map(self._to_global)

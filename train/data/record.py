@@ -16,6 +16,7 @@ from train.processes.disagreements import digest
 from train.processes.together import check_same
 
 FILE = 'data.json'
+STARTS_AFTER = 'starts_after'
 # What else than the rows of later steps depends on a setting.
 _EFFECTS = dict.fromkeys(('random_seed', 'prng_impl'), 'later steps use other random numbers')
 
@@ -45,6 +46,15 @@ def recorded_setting(directory: epath.Path, name: str) -> Any:
       ConfigError: if the record cannot be read.
     """
     return _read(directory / FILE, lambda before: before['settings'].get(name))
+
+
+def recorded_start(directory: epath.Path) -> int:
+    """Returns the step after which the data of the earlier run in a directory began.
+
+    Raises:
+      ConfigError: if the record cannot be read.
+    """
+    return _read(directory / FILE, lambda before: int(before.get(STARTS_AFTER, 0))) or 0
 
 
 def _read(path: epath.Path, find: Callable[[Any], Any]) -> Any:

@@ -131,9 +131,10 @@ class PreparedHeldOut:
     def _report(self, scores: Mapping[str, float], step: int) -> None:
         """Prints the scores, and at the end of a run a chart next to the baselines."""
         console, score = self.owner.console, scores.get('bits_per_byte')
-        # Variants of a score, such as T5X's loss_per_all_target_tokens, are only in the files.
-        shown = {k: x for k, x in scores.items() if '/' not in k and '_per_' not in k}
-        line = format_scores(shown or scores)
+        shown = scores
+        if self.owner.config.objective.averages:  # with many variants, which only the files have
+            shown = {k: x for k, x in scores.items() if '/' not in k and '_per_' not in k}
+        line = format_scores(shown)
         if score is not None:
             others = ', '.join(f'{name} {value:.3f}' for name, value in self._baselines.items())
             line = f'held-out bits per byte {score:.3f} (baselines: {others})'

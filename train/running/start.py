@@ -35,6 +35,7 @@ class Start(NamedTuple):
         can differ from `step` if the settings leave out the step of the checkpoint.
       pending: the names of the evaluators that a signal has kept from finishing at this step.
       scores: the scores of those that had finished, by name.
+      data_after: the step after which the data begins with its first row.
     """
 
     step: int
@@ -42,6 +43,7 @@ class Start(NamedTuple):
     restored: int | None
     pending: tuple[str, ...] = ()
     scores: Mapping[str, float] = MappingProxyType({})
+    data_after: int = 0
 
 
 def find_start(run: Run, saved: Checkpoints) -> Start:
@@ -72,7 +74,7 @@ def find_start(run: Run, saved: Checkpoints) -> Start:
             record.check_restored_tokenizer(folder, {'': run.data}, config.restore.setting)
     check_same_step(restored or 0)
     # Before anything is compiled or written.
-    start = _start_from(saved, source, step, restored)
+    start = _start_from(run, saved, source, step, restored)
     start = _compare_with_run(run, saved, start)
     for change in changes:
         run.console.say(change)
@@ -98,14 +100,19 @@ def _compare_with_run(run: Run, saved: Checkpoints, start: Start) -> Start:
 
 
 def _start_from(
-    saved: Checkpoints, source: CheckpointReader, step: int, restored: int | None
+    run: Run, saved: Checkpoints, source: CheckpointReader, step: int, restored: int | None
 ) -> Start:
     """The start from a checkpoint, with what a signal has left to do if the run has saved it."""
+    data_after = 0
+    if restored is not None and source.restarts_data(restored):
+        data_after = step
+    elif source is saved:
+        data_after = record.recorded_start(run.directory) if restored is not None else 0
     about = saved.record(restored) if source is saved and restored is not None else None
     if about is None or not about.pending:
-        return Start(step, source, restored)
+        return Start(step, source, restored, data_after=data_after)
     scores = {name: x for name, x in about.scores.items() if not name.startswith('train/')}
-    return Start(step, source, restored, about.pending, scores)
+    return Start(step, source, restored, about.pending, scores, data_after)
 
 
 def restore_state(run: Run, saved: Checkpoints, start: Start) -> tuple[TrainState | None, Start]:
@@ -145,7 +152,7 @@ def _older_start(run: Run, saved: Checkpoints, start: Start, damage: DamagedChec
     if older is None:
         raise damage
     step = older if is_own else source.first_step(older)
-    return _start_from(saved, source, step, older)
+    return _start_from(run, saved, source, step, older)
 
 
 def roll_back(
@@ -169,19 +176,27 @@ def roll_back(
     return state.replace(step=number_of_step), start.restored
 
 
-def open_feed(run: Run, first_step: int) -> Feed:
-    """Begins to read the batches of a run.
-
-    `first_step` is the last finished step, whose successor gets the first batch.
-    """
+def open_feed(run: Run, start: Start) -> Feed:
+    """Begins to read the batches of a run, from its start on."""
     config = run.config
+    if start.data_after:
+        run.console.say(f'the data begins with its first row after step {start.data_after:,}')
     layout = config.partitioner.get_data_layout(config.batch_size)
     batches = LocalBatches(run.rows, config.batch_size, layout.row_indices)
-    return Feed(batches, config.partitioner, first_step=first_step, prefetch=config.prefetch)
+    return Feed(
+        batches,
+        config.partitioner,
+        first_step=start.step,
+        starts_after=start.data_after,
+        prefetch=config.prefetch,
+    )
 
 
-def write_run_files(run: Run) -> dict[str, str]:
+def write_run_files(run: Run, data_after: int = 0) -> dict[str, str]:
     """Creates the folder of a run, and writes its configuration, layout and data record.
+
+    Args:
+      data_after: the step after which its data begins.
 
     Returns:
       The files that each checkpoint contains, too, by name. Other processes than 0 need none.
@@ -210,6 +225,6 @@ def write_run_files(run: Run) -> dict[str, str]:
             unfinished.write_text(f'{text}\n{compiled}\n' if compiled else text)
         with replacing(folder / 'plan.json') as unfinished:
             plan.save(unfinished)
-        record.write_record(folder, run.record)
+        record.write_record(folder, run.record | {record.STARTS_AFTER: data_after})
         paths = {'config.gin': config} | {n: folder / n for n in ('plan.json', record.FILE)}
         return {name: path.read_text() for name, path in paths.items() if path.exists()}

@@ -102,12 +102,12 @@ def _train(
     with Compilation(run, start) as compilation:
         restored, start = restore_state(prepared, saved, start)
         run = prepared.from_step(start.step)
-        feed = open_feed(run, start.step)
+        feed = open_feed(run, start)
         evaluators = prepare_evaluators(run)
     programs = compilation.programs
 
     # ---- state: restored, or created on its devices
-    saved.texts = write_run_files(run)
+    saved.texts = write_run_files(run, start.data_after)
     saved.check_writable()
     if programs.init is None:
         state = cast(TrainState, restored)

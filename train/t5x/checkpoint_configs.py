@@ -30,8 +30,11 @@ class SaveCheckpointConfig:
       period: the number of steps between checkpoints. None saves only at the end.
       checkpoint_steps: additional steps to save.
       keep: the number of newest checkpoints to keep. None keeps all.
-      keep_dataset_checkpoints: has no effect, like save_dataset.
-      save_dataset: has no effect; the step already determines the next row.
+      keep_dataset_checkpoints: has no effect; the position in the data needs no files.
+      save_dataset: whether a run that resumes from a checkpoint that T5X itself has written
+        continues with the next row. Otherwise, it begins with the first one, as T5X does. A run
+        that resumes from a checkpoint of this trainer always continues, because the step determines
+        the next row; T5X would begin again, and warns that this is dangerous.
       checkpointer_cls: None or `checkpoints.Checkpointer`.
       state_transformation_fns: must be empty.
       use_gda: has no effect; every array is a jax.Array.
@@ -69,6 +72,7 @@ class SaveCheckpointConfig:
             steps=tuple(self.checkpoint_steps or ()),
             keep=self.keep,
             dtype=self.dtype,
+            save_dataset=self.save_dataset,
         )
 
 
@@ -91,7 +95,8 @@ class RestoreCheckpointConfig:
       fallback_to_scratch: whether arrays that are not restored are initialized as in a new run.
       dtype: the dtype of restored parameters: 'float32', 'bfloat16' or 'float16'; None keeps the
         run's dtype.
-      restore_dataset: has no effect; rows always continue at the step of the checkpoint.
+      restore_dataset: whether the data continues with the row that follows the step of the
+        checkpoint. Otherwise, it begins with the first one, as in T5X.
       checkpointer_cls: None, `checkpoints.Checkpointer` or
         `contrib.moe.checkpoints.UpcycleCheckpointer`.
       state_transformation_fns: functions that rename arrays; see `train.t5x.state_utils`.
@@ -163,6 +168,7 @@ class RestoreCheckpointConfig:
             dtype=self.dtype,
             transformations=tuple(self.state_transformation_fns),
             num_experts=getattr(checkpointer, 'num_experts', None),
+            restart_data=not self.restore_dataset,
         )
 
     @property

@@ -23,6 +23,7 @@ from train.checkpoints.arrays.stored import StoredArray, repeat_first
 from train.checkpoints.config import WhenBusy
 from train.checkpoints.formats.t5x_files import STEP, name_in_t5x, read_arrays
 from train.checkpoints.reading import CheckpointReader
+from train.checkpoints.steps import manifest
 from train.checkpoints.steps.finding import saved_steps, t5x_format, t5x_steps, usable_t5x_steps
 from train.errors import ConfigError, check_counts, first_line
 from train.optimizers.factored import AdafactorState
@@ -135,6 +136,13 @@ class T5XCheckpoints(checkpoints.Checkpoints):
             return step
         return 0 if self._t5x.drops(STEP) else step
 
+    def restarts_data(self, step: int) -> bool:
+        """As T5X does, unless it has saved where its data was. Our own runs go on."""
+        if self._t5x is not None:
+            return self._t5x.restart_data
+        saves = getattr(self._config, 'save_dataset', False)
+        return not saves and not (self.path(step) / manifest.FILE).exists()
+
     def tree(self, state: Any) -> Any:
         """The arrays of a state in the nested dict that T5X would save."""
         named = dict(zip(self.names(state), jax.tree.leaves(state), strict=True))
@@ -143,8 +151,14 @@ class T5XCheckpoints(checkpoints.Checkpoints):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class T5XCheckpointConfig(checkpoints.CheckpointConfig):
-    """When to save checkpoints in T5X's format. As in T5X, a save waits for an earlier one."""
+    """When to save checkpoints in T5X's format. As in T5X, a save waits for an earlier one.
 
+    Attributes:
+      save_dataset: whether a run that resumes from a checkpoint that T5X itself has written
+        continues with the next row. Otherwise, it begins with the first one, as T5X does.
+    """
+
+    save_dataset: bool = False
     when_busy: WhenBusy = 'wait'
 
     def restore_of(self, model_dir: epath.Path, step: int) -> checkpoints.RestoreConfig:
