@@ -17,6 +17,7 @@ from partitioning.state import path_str
 from train.checkpoints import CheckpointConfig, find_checkpoint, open_checkpoints, open_restored
 from train.checkpoints.arrays.placing import read_all
 from train.checkpoints.formats.t5x_files import read_arrays
+from train.checkpoints.formats.t5x_writer import check_can_write
 from train.errors import ConfigError
 from train.gin.load import find_entry
 from train.optimizers import as_transformation
@@ -123,6 +124,54 @@ def test_a_state_in_shards_is_written_and_read_on_another_mesh(tmp_path):
     state = restore(tmp_path, make_plan('t5_1_1', 4, 2), mode='latest')
     for name, array in named_leaves(state).items():
         np.testing.assert_array_equal(array, expected[name].read().astype(array.dtype))
+
+
+@pytest.mark.parametrize('name', ['decoder_only-legacy-10', 't5_1_1-legacy_bfloat16-10'])
+def test_the_older_format_is_written_as_t5x_writes_it(tmp_path, name):
+    """The same files, the same description of each array and the same values."""
+    path, dtype = t5x_reference.checkpoint(name), 'bfloat16' if 'bfloat16' in name else None
+    state = restore(path, make_plan(name.split('-')[0], 1, 1), mode='specific', dtype='float32')
+    config = T5XCheckpointConfig(use_orbax=False, dtype=dtype)
+    saved = open_checkpoints(config, tmp_path)
+    saved.save(10, state)
+    saved.close()
+    assert saved.steps() == [10]
+    written = tmp_path / 'checkpoint_10'
+    ours, theirs = ({str(p.relative_to(f)) for p in f.rglob('*')} for f in (written, path))
+    assert ours == theirs | {'manifest.json', 'run', 'run/step.json'}
+    for file in path.rglob('.zarray'):
+        assert json.loads((written / file.relative_to(path)).read_text()) == json.loads(
+            file.read_text()
+        )
+    ours, theirs = (
+        serialization.msgpack_restore((f / 'checkpoint').read_bytes()) for f in (written, path)
+    )
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    ours, theirs = read_arrays(written), read_arrays(path)
+    assert ours.keys() == theirs.keys()
+    for key, array in theirs.items():
+        assert ours[key].dtype == array.dtype
+        assert ours[key].read().tobytes() == array.read().tobytes(), key
+
+
+def test_the_older_format_is_written_from_shards_and_resumed(tmp_path, monkeypatch):
+    path = t5x_reference.checkpoint('t5_1_1-orbax-10')
+    config = T5XCheckpointConfig(use_orbax=False)
+    saved, plan = open_checkpoints(config, tmp_path), make_plan('t5_1_1', 2, 4)
+    saved.save(10, restore(path, plan, mode='specific'))
+    saved.close()
+    kernel = json.loads(
+        (tmp_path / 'checkpoint_10/target.decoder.layers_0.mlp.wi_0.kernel/.zarray').read_text()
+    )
+    assert kernel['chunks'] == [kernel['shape'][0], kernel['shape'][1] // 4]
+    again = open_checkpoints(config, tmp_path)
+    assert again.newest_step(print) == 10 and not again.restarts_data(10)
+    expected = read_arrays(path)
+    for name, array in named_leaves(again.restore(10, make_plan('t5_1_1').abstract_state)).items():
+        np.testing.assert_array_equal(array, expected[name].read(), err_msg=name)
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    with pytest.raises(ConfigError, match='2 processes, and only one can write this format'):
+        check_can_write(tmp_path)
 
 
 # The settings of a restored checkpoint.

@@ -31,7 +31,7 @@ REFUSED = {
         ('train_state_initializer_cls=@trainer.Trainer', 'on their own devices'),
         ('verify_matching_vocabs_fn=3', 'it must be a function or None'),
         ('gc_period=-1', '>= 0'),
-        ('use_orbax=False', 'write train_script.train.use_orbax = True'),
+        ('use_orbax=3', 'write train_script.train.use_orbax = True'),
         ('concurrent_metrics=3', 'write train_script.train.concurrent_metrics = True'),
         ('summarize_config_fn=3', 'write @gin_utils.summarize_gin_config, without parentheses'),
         ("actions={'TRAIN': [@trainer.Trainer]}", '@trainer.EarlyStoppingAction()'),

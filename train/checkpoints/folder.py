@@ -269,12 +269,15 @@ class Checkpoints(CheckpointReader):
 
     def _start(self, about: StepRecord, tree: Any) -> None:
         if self._writer is None:
-            from train.checkpoints.orbax.writer import StepWriter  # Only saving needs Orbax.
-
-            self._writer = StepWriter(self.directory, self.prefix, self.items, self.use_ocdbt)
+            self._writer = self._open_writer()
         texts: dict[str, Mapping[str, str]] = {name: {} for name in self.items}
         texts |= {record.ITEM: about.files()}
         self._writer.start(about.step, tree, texts, self._saved_dtype)
+
+    def _open_writer(self) -> Any:
+        from train.checkpoints.orbax.writer import StepWriter  # Only saving needs Orbax.
+
+        return StepWriter(self.directory, self.prefix, self.items, self.use_ocdbt)
 
     def _saved_dtype(self, name: str, array: Any) -> Any:
         """Returns the dtype in which an array is saved. None keeps its own."""

@@ -65,7 +65,7 @@ class SaveCheckpointConfig:
         why = 'a checkpoint holds the unchanged state of the run'
         check_off(f'{SAVE}.state_transformation_fns', self.state_transformation_fns, why)
 
-    def translated(self) -> checkpoints.CheckpointConfig:
+    def translated(self) -> T5XCheckpointConfig:
         """The same settings for this trainer."""
         return T5XCheckpointConfig(
             period=self.period or 0,
@@ -217,7 +217,7 @@ class CheckpointConfig:
             if (value := getattr(self, name)) is not None:
                 expect(f'utils.CheckpointConfig.{name}', value, kind, f'@utils.{kind.__name__}()')
 
-    def translated(self) -> tuple[checkpoints.CheckpointConfig, checkpoints.RestoreConfig | None]:
+    def translated(self) -> tuple[T5XCheckpointConfig, T5XRestore | None]:
         """The same settings for this trainer."""
         restore = self.restore.translated() if self.restore else None
         if self.save is None:

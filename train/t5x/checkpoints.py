@@ -1,7 +1,7 @@
 """T5X's `checkpoints`: folders of checkpoints that T5X wrote, or can read.
 
 Checkpoints of both formats are restored onto any mesh. New ones are written in the format that T5X
-writes by default, `<model_dir>/checkpoint_<step>`, through Orbax. Their arrays have T5X's names, so
+writes by default, `<model_dir>/checkpoint_<step>`, through Orbax, or in its older one. Their arrays have T5X's names, so
 T5X can resume a run from here, and the other way round.
 """
 
@@ -136,6 +136,20 @@ class T5XCheckpoints(checkpoints.Checkpoints):
             return step
         return 0 if self._t5x.drops(STEP) else step
 
+    def _open_writer(self) -> Any:
+        if getattr(self._config, 'use_orbax', True):
+            return super()._open_writer()
+        from train.checkpoints.formats.t5x_writer import LegacyWriter
+
+        return LegacyWriter(self.directory, self.prefix)
+
+    def check_writable(self) -> None:
+        super().check_writable()
+        if not getattr(self._config, 'use_orbax', True):
+            from train.checkpoints.formats.t5x_writer import check_can_write
+
+            check_can_write(self.directory)
+
     def restarts_data(self, step: int) -> bool:
         """As T5X does, unless it has saved where its data was. Our own runs go on."""
         if self._t5x is not None:
@@ -156,9 +170,11 @@ class T5XCheckpointConfig(checkpoints.CheckpointConfig):
     Attributes:
       save_dataset: whether a run that resumes from a checkpoint that T5X itself has written
         continues with the next row. Otherwise, it begins with the first one, as T5X does.
+      use_orbax: whether steps are written through Orbax, or otherwise in T5X's older format.
     """
 
     save_dataset: bool = False
+    use_orbax: bool = True
     when_busy: WhenBusy = 'wait'
 
     def restore_of(self, model_dir: epath.Path, step: int) -> checkpoints.RestoreConfig:

@@ -5,6 +5,7 @@ For an example, see configs/t5x/pretrain.gin.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +30,7 @@ from train.t5x.datasets import (
 from train.t5x.gin_utils import writers_with
 from train.t5x.models import BaseTransformerModel
 from train.t5x.optimizers import with_learning_rate
-from train.t5x.refusals import check_bools, check_off, check_one_of, expect, expect_class, refusal
+from train.t5x.refusals import check_bools, check_off, expect, expect_class, refusal
 from train.t5x.run_functions import (
     TrainStateInitializer,
     check_standard,
@@ -115,7 +116,8 @@ def train(
       prepare_train_iter_fn: `utils.prepare_train_iter`, or None.
       run_eval_before_training: whether all evaluations also run before the first step.
       train_state_initializer_cls: `utils.TrainStateInitializer`, or None.
-      use_orbax: must be True.
+      use_orbax: whether checkpoints are written through Orbax. Otherwise, they have T5X's older
+        format, which one process can write to a folder of this machine. Both are read.
       verify_matching_vocabs_fn: a function of a `DatasetConfig` and the model, which raises an
         error if the task and the model have different vocabularies. None checks only their sizes.
       gc_period: the number of steps between collections of Python's garbage. 0 leaves them to
@@ -149,6 +151,7 @@ def translate(settings: Mapping[str, Any]) -> TrainConfig:
                 if settings[name] is not None:
                     verify(settings[name], model)
     checkpoints, restore = settings['checkpoint_cfg'].translated()
+    checkpoints = dataclasses.replace(checkpoints, use_orbax=settings['use_orbax'])
     periods = [period for period in (settings['eval_period'], checkpoints.period) if period]
     relative, total_steps = settings['relative_steps'], settings['total_steps']
     last_step = total_steps if relative is None else relative
@@ -187,9 +190,7 @@ def translate(settings: Mapping[str, Any]) -> TrainConfig:
 def _check(settings: Mapping[str, Any]) -> None:
     """Checks that every setting can be honoured."""
     check_standard(KEY, settings)
-    why = 'arrays are jax.Arrays and Orbax saves them'
-    check_one_of(f'{KEY}.use_orbax', settings['use_orbax'], (True,), why)
-    bools = ('concurrent_metrics', 'run_eval_before_training', 'use_hardware_rng')
+    bools = ('use_orbax', 'concurrent_metrics', 'run_eval_before_training', 'use_hardware_rng')
     check_bools(KEY, **{name: settings[name] for name in bools})
     verify = settings['verify_matching_vocabs_fn']
     if verify is not None and not callable(verify):
