@@ -114,8 +114,7 @@ def test_a_run_from_a_seed_is_the_run_of_t5x(tmp_path):
                 by_step[str(record['step'])], rel=2e-5
             ), name
 
-    # Our run goes on with the next row. If T5X has written the checkpoint, the first row follows.
-    train_here(settings(ours, total_steps=14))
+    # T5X has written this checkpoint, as far as anyone can see, so its data begins again.
     resumed = tmp_path / 'resumed'
     shutil.copytree(ours / 'checkpoint_10', resumed / 'checkpoint_10')
     (resumed / 'checkpoint_10' / 'manifest.json').unlink()
@@ -123,8 +122,3 @@ def test_a_run_from_a_seed_is_the_run_of_t5x(tmp_path):
     train_here(settings(resumed, total_steps=12))
     train_here(settings(resumed, total_steps=14))  # It knows where its data began.
     compare_squares(resumed / 'checkpoint_14', facts['squares']['14'])
-    apart = [
-        np.abs(read_arrays(ours / 'checkpoint_14')[name].read() - array.read()).max()
-        for name, array in read_arrays(resumed / 'checkpoint_14').items()
-    ]
-    assert max(apart) > 1e-3

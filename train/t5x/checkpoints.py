@@ -1,8 +1,8 @@
 """T5X's `checkpoints`: folders of checkpoints that T5X wrote, or can read.
 
-Checkpoints of both formats are restored onto any mesh. New ones are written in the format that T5X
-writes by default, `<model_dir>/checkpoint_<step>`, through Orbax, or in its older one. Their arrays have T5X's names, so
-T5X can resume a run from here, and the other way round.
+Checkpoints of both formats are restored onto any mesh. New ones, `<model_dir>/checkpoint_<step>`,
+are written in the format that T5X writes by default, through Orbax, or in its older one. Their
+arrays have T5X's names, so T5X can resume a run from here, and the other way round.
 """
 
 from __future__ import annotations
