@@ -133,17 +133,20 @@ def model_axis_size(devices: Sequence[JaxDevice], num_partitions: int) -> int:
     """Returns the size of the 'model' axis: `num_partitions`, but for programs of T5X on CPUs.
 
     T5X ignores the setting on CPUs: all devices of a process make 'model'. Its own programs rely on
-    that, such as its tests, with batches of two rows on eight devices. They are those that have
-    loaded `t5x.partitioning`, or put this package in its place.
+    that: its tests have batches of two rows on eight devices with 1 partition, and ask for 2 on one
+    device. So for programs that have loaded `t5x.partitioning`, or put this package in its place,
+    1 and what does not divide the devices mean the mesh of T5X.
     """
     if devices[0].platform != 'cpu' or 't5x.partitioning' not in sys.modules:
+        return num_partitions
+    if num_partitions > 1 and len(devices) % num_partitions == 0:
         return num_partitions
     processes = len({device.process_index for device in devices})
     size = len(devices) // processes
     if size != num_partitions:
         _LOGGER.warning(
-            'num_partitions=%d has no effect on CPUs in a program of T5X: as there, the mesh is '
-            'data %d x model %d',
+            'num_partitions=%d has no effect on these CPUs in a program of T5X: as there, the mesh '
+            'is data %d x model %d',
             num_partitions,
             processes,
             size,

@@ -159,12 +159,13 @@ def test_plane_missing_from_a_slice():
     assert sorted_ids(mesh) == [d.id for d in devices]
 
 
-@pytest.mark.parametrize('num_partitions', [1, 2, 16])
+@pytest.mark.parametrize('num_partitions', [1, 3, 16])
 def test_programs_of_t5x_get_its_mesh_of_cpus(monkeypatch, caplog, num_partitions):
-    """T5X's own is (processes, devices of each), whatever num_partitions is."""
+    """T5X's own is (processes, devices of each). A number that the devices allow is honoured."""
     monkeypatch.setitem(sys.modules, 't5x.partitioning', sys.modules['partitioning'])
     mesh = PjitPartitioner(num_partitions).mesh
     assert dict(mesh.shape) == {'data': 1, 'model': 8}
     assert mesh.devices.ravel().tolist() == jax.devices()
-    assert f'num_partitions={num_partitions} has no effect on CPUs' in caplog.text
+    assert f'num_partitions={num_partitions} has no effect on these CPUs' in caplog.text
+    assert dict(PjitPartitioner(2).mesh.shape) == {'data': 4, 'model': 2}
     assert dict(default_mesh(4, devices=v3_4x4()).shape) == {'data': 8, 'model': 4}

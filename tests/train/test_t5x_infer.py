@@ -191,7 +191,8 @@ def test_evaluate_scores_the_decoded_text(run, tmp_path):
     right = [as_text(x) == as_text(y) for x, y in zip(best, targets, strict=True)]
     assert scores['inference_eval/sequence_accuracy'] == 100 * np.mean(right)
     loss = -arrays['padded/step10/score'].sum() / (targets > 0).sum()
-    assert scores['eval/loss'] == pytest.approx(loss, rel=1e-5)
+    assert scores['eval/loss_per_nonpadding_target_token'] == pytest.approx(loss, rel=1e-5)
+    assert scores['eval/loss'] == pytest.approx(loss * (targets > 0).sum(), rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ class Objective(abc.ABC):
           return Loss(jnp.sum((decoded - batch['image']) ** 2))
 
     Attributes:
-      averages: whether `metrics` returns a `Ratio` for each metric. A record then has the metrics of
-        all steps since the last one, and otherwise those of its step.
+      averages: whether `metrics` returns a `Ratio` for each metric. A record then has those of
+        all steps since the last one, and otherwise of its step alone.
     """
 
     averages: ClassVar[bool] = False
