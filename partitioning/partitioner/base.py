@@ -119,10 +119,9 @@ class BasePartitioner(PartitionerObject, abc.ABC):
 
     @property
     def padded_data_partition_spec(self) -> PaddedSpec:
-        """The entry of a batch with any number of rows, in place of `data_partition_spec`.
+        """The spec of a batch whose rows are padded inside a partitioned function, and not outside.
 
-        Outside a partitioned function the batch is whole on every device. Inside, XLA pads its rows
-        and shards them, and the result is exact, as if no row had been added.
+        XLA pads any number of rows, and the result is exact, as if no row had been added.
         """
         return PaddedSpec(PartitionSpec(), self.data_partition_spec)
 
@@ -153,11 +152,8 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         """The part of the batch that a process reads.
 
         Args:
-          batch_size: the rows of the global batch; by default one row per device of the data axes.
-          host_index: the index of the process; by default this process.
-
-        Raises:
-          ValueError: if the batch size is not an integer >= 1 that the data axes divide.
+          batch_size: the rows of the global batch, by default one per device of the data axes.
+          host_index: the index of the process, by default of this one.
         """
         size = self.data_mesh_size if batch_size is None else batch_size
         return data_layout(self.mesh, self._data_axes, size, host_index)
@@ -166,15 +162,13 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         """The rows that each process has read, as sharded global arrays.
 
         Args:
-          local_batch: a pytree of arrays [local rows, ...]: the rows that
+          local_batch: a pytree of arrays [local rows, ...], with the rows that
             `get_data_layout(batch_size).row_indices` of this process lists, in that order. Scalars
             are replicated.
-          batch_size: the rows of the global batch. By default it follows from the rows of this
-            process, for each array by itself: a graph may have 48 nodes and 80 edges. Pass it if
-            there are several processes; then all arrays must have its rows.
-          spec: the mesh axes of the dimensions of the batch, or a tree with a PartitionSpec for
-            each array; by default `data_partition_spec`. Dimensions after the first are whole in
-            `local_batch`, whether they are sharded or not.
+          batch_size: the rows of the global batch, which several processes have to give. On one
+            process they follow for each array by itself: a graph may have 48 nodes and 80 edges.
+          spec: the mesh axes of the dimensions, or a tree with a spec for each array; by default
+            `data_partition_spec`. Dimensions after the first are whole in `local_batch`.
 
         Returns:
           A pytree of jax.Arrays [batch_size, ...]. On CPU they may share the memory of numpy
@@ -187,11 +181,7 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         return local_to_global(local_batch, self.mesh, spec, batch_size, own_sizes=True)
 
     def to_local(self, global_batch: Any) -> Any:
-        """The rows of global arrays that this process holds, as numpy arrays; undoes `to_global`.
-
-        Raises:
-          ValueError: if this process holds only a part of some row.
-        """
+        """The rows of global arrays that this process holds, as numpy arrays."""
         return global_to_local(global_batch)
 
     def get_local_chunk_info(
@@ -226,27 +216,21 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         self._params_on_devices = value
 
     def move_params_to_devices(self, train_state: Any, train_state_axes: Any) -> Any:
-        """Moves a state in host memory onto the mesh.
-
-        Args:
-          train_state: a pytree of host arrays; each process gives its part of every array.
-          train_state_axes: the specs of the arrays.
-        """
+        """Moves a state in host memory onto the mesh, by its specs; each process gives its part."""
         check_has_devices(self.mesh, 'move_params_to_devices')
         if jax.process_count() > 1:
             return host_local_array_to_global_array(train_state, self.mesh, train_state_axes)
         return jax.device_put(train_state, to_shardings(train_state_axes, self.mesh))
 
     def plan(self, init_or_state: Any, /, *args: Any) -> Plan:
-        """The plan of a state: of the state that an init function makes, or of one that exists.
+        """The plan of a state: of one that a function makes, or of one that exists.
 
         Args:
-          init_or_state: a function that makes a train state of `args`, which is traced once, inside
-            the mesh and the rules; or a state, concrete or abstract. Parameters carry names: linen
-            boxes, T5X's `params_axes` or nnx variables; or the state has T5X's `as_logical_axes()`,
-            or the layout needs no names. A state without its boxes is recognized by the paths and
-            shapes of its arrays if this partitioner has planned it: so `plan.init(...)` and the
-            result of a step can be passed too.
+          init_or_state: a function that makes a state of `args`, traced once inside the mesh and
+            the rules; or a state, concrete or abstract. Its parameters carry names (linen boxes,
+            T5X's `params_axes`, nnx variables, T5X's `as_logical_axes()`), unless the layout needs
+            none. A state that was planned here is known by its paths and shapes after it has lost
+            its boxes.
           *args: the arguments of the function, abstract or not, replicated over the mesh.
 
         Returns:
@@ -277,37 +261,28 @@ class BasePartitioner(PartitionerObject, abc.ABC):
     ) -> TrainingSetup:
         """The state, the step and the layout of the batch, from the functions of a program.
 
-        Usage:
-          state, step, data_spec = partitioner.setup(init, train_step, key)
-          for batch in batches:
-            state, metrics = step(state, partitioner.to_global(batch))
-
         Args:
           init_or_state: as for `plan`. An existing state is moved into its shards; do not use it
             afterwards, because its arrays may be donated.
           train_step: maps (state, batch, ...) to the new state, or to a tuple that begins with it,
             such as (state, metrics). It is traced inside the mesh and the rules.
           *args: the arguments of the init function.
-          data_spec: the layout of the batch: a PartitionSpec, or a tree of them with the structure
-            of the batch. P(None, 'data') is for batches of [steps, rows, ...], which a step scans.
-            By default every array has `data_partition_spec`. A spec for the whole batch does not
-            apply to scalars, which are replicated.
-          static_argnums: the positions of arguments of `train_step` that are compile-time
-            constants, such as a bool.
+          data_spec: the layout of the batch, by default `data_partition_spec`: one PartitionSpec
+            for all arrays but scalars, which are replicated, or a tree of them. P(None, 'data') is
+            for batches of [steps, rows, ...], which a step scans.
+          static_argnums: the positions of compile-time constants of `train_step`, such as a bool.
           donate: whether the step reuses the buffers of the old state for the new one.
 
         Returns:
-          A named tuple of three. `state` is in its shards. `step` takes what `train_step` takes:
-          the state; the batch, laid out by `data_spec`; and further arguments, which are
-          replicated. The new state is laid out like the old one, and everything else in the result
-          is replicated. `step.lower` and `step.eval_shape` see the result as a pair of the state
-          and the rest. `data_spec` is the given one, or `data_partition_spec`. `plan(state)` is the
-          plan.
+          A named tuple of three. `state` is in its shards. `step` takes what `train_step` takes;
+          the new state is laid out like the old one, and further arguments and results are
+          replicated. `step.lower` and `step.eval_shape` see the result as a pair of the state and
+          the rest. `data_spec` is the layout of the batch.
 
         Raises:
-          ValueError: as `plan`. The first call of `step` raises it too, if the result has no state
-            with the same structure, shapes and dtypes, or if the data axes do not divide an array
-            of the batch.
+          ValueError: as `plan`; and from the first call of `step`, if the result has no state with
+            the same structure, shapes and dtypes, or the data axes do not divide an array of the
+            batch.
         """
         plan = self.plan(init_or_state, *args)
         state = plan.init(*args) if plan.program else place_state(init_or_state, plan)
@@ -328,11 +303,7 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         return self.plan(init_fn, *args).init(*args)
 
     def eval_shape(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """The result of a function as ShapeDtypeStructs, with boxes and names.
-
-        It is `jax.eval_shape` inside the mesh and the rules, which nnx modules need. As in the
-        state that `init` makes, no array is weakly typed.
-        """
+        """`jax.eval_shape` inside the mesh and the rules; the result keeps its boxes and names."""
         return trace_init(fn, self.mesh, self.logical_axis_rules, args)[0]
 
     def get_logical_axes(self, train_state: Any) -> Any:

@@ -62,27 +62,23 @@ class BasePjitPartitioner(BasePartitioner):
         in_axis_resources: Any = MISSING,
         out_axis_resources: Any = MISSING,
     ) -> PartitionedCallable:
-        """Partitions a function over the mesh.
+        """Partitions a function over the mesh, as `jax.jit` does with shardings.
 
         Args:
           fn: the function.
-          in_shardings: for each positional argument a pytree of PartitionSpecs, Shardings or None,
-            which replicates; it may be a prefix of the argument. Static arguments have no entry.
-            UNCONSTRAINED dimensions keep the layout that the argument has.
-          out_shardings: the same for the result; XLA chooses the layout of UNCONSTRAINED
-            dimensions.
-          static_argnums: the positions of compile-time constants.
-          donate_argnums: the positions of arguments whose buffers the result may reuse.
-          on_recompile: what happens if the function would be traced and compiled a second time.
-            'error' raises a ValueError that names the argument that changed, before and after.
-          compiler_options: the options with which the function is always compiled, by name, as
-            `jax.jit` takes them; `option_values(default_options(mesh.devices.flat))` has the
-            options of the chip. jax refuses to call such a function inside another jitted function.
-          in_axis_resources, out_axis_resources: T5X's names of `in_shardings` and `out_shardings`.
+          in_shardings: for each argument that is not static a tree, or a prefix of one, of
+            PartitionSpecs, Shardings or None, which replicates. UNCONSTRAINED dimensions keep the
+            layout of the argument.
+          out_shardings: the same for the result; XLA lays out UNCONSTRAINED dimensions.
+          static_argnums, donate_argnums: as for `jax.jit`.
+          on_recompile: 'error' raises a ValueError, which names the argument that changed, where
+            the function would be compiled a second time.
+          compiler_options: as for `jax.jit`, for every compilation, such as `option_values(
+            default_options(mesh.devices.flat))`. Not for functions that are called while tracing.
+          in_axis_resources, out_axis_resources: T5X's names of the shardings.
 
         Raises:
-          ValueError: if a setting does not fit the signature of the function, or if an argument is
-            given by both of its names.
+          ValueError: if a setting does not fit the function, or is given by both of its names.
         """
         ins = either_name('in_shardings', in_shardings, 'in_axis_resources', in_axis_resources)
         outs = either_name('out_shardings', out_shardings, 'out_axis_resources', out_axis_resources)
@@ -111,12 +107,7 @@ class BasePjitPartitioner(BasePartitioner):
         *args: Any,
         compiler_options: Mapping[str, OptionValue] | None = None,
     ) -> CompiledPartitionedCallable:
-        """Compiles a partitioned function ahead of time, for arguments of these shapes.
-
-        Args:
-          partitioned_fn: the function that `partition` returned.
-          *args: its arguments, arrays or ShapeDtypeStructs.
-          compiler_options: options for this compilation, in addition to the function's own options.
+        """Compiles a partitioned function ahead of time, for arrays or ShapeDtypeStructs.
 
         Raises:
           ValueError: if the arguments do not fit, or if the compiler does not know an option.

@@ -33,11 +33,7 @@ class PartitionerObject:
 
     @property
     def mesh_source(self) -> AnyMesh:
-        """What the mesh is made from: a MeshConfig, or the mesh itself.
-
-        A MeshConfig can describe other machines, for which `mesh` would raise. If a subclass makes
-        its own mesh, or a mesh was assigned, the source is that mesh.
-        """
+        """What the mesh is made from: a MeshConfig, also of another machine, or the mesh itself."""
         if 'mesh' in self._assigned or self._maker_of_mesh is not None:
             return self.mesh  # type: ignore[attr-defined]
         return self._mesh_source

@@ -75,22 +75,18 @@ class PjitPartitioner(BasePjitPartitioner):
         state, metrics = step(state, partitioner.to_global(batch))
 
     Args:
-      mesh: a jax Mesh or AbstractMesh; the size of each axis, of which one may be -1, or a
-        MeshConfig; or a described machine, 'v5p:4x4x4' or a Topology, with all devices on 'data'.
-      layout: how a state is laid out:
-        - logical axis rules: (logical axis, mesh axis or axes or None) pairs, or AxisRules, which
-          also have policies, names by path, and rules for the optimizer. By default these are
-          `standard_logical_axis_rules` for the axes of the mesh.
-        - a word: 'fsdp' shards the largest dimension of every array over all devices, and
-          'data_parallel' replicates every array, whatever names they have. Then the default mesh is
-          all devices, which shard the batch.
-        - partition rules: (regular expression on paths, PartitionSpec) pairs, as in
-          `from_partition_rules`.
-        - a Plan, such as `Plan.load` reads it; its mesh is the default.
-        - a ShardingPlan of `partitioning.compat.pytorch`, or the result of `suggest_rules`.
-      **t5x: T5X's arguments, by T5X's names, for its users and gin files. The first seven of
-        `T5xSettings` say together what `mesh` and `layout` say; an integer in place of a mesh is
-        `num_partitions`, as in T5X.
+      mesh: a jax Mesh or AbstractMesh, a MeshConfig, the sizes of its axes, of which one may be -1,
+        or a described machine, 'v5p:4x4x4' or a Topology, with all devices on the axis 'data'.
+      layout: what lays out a state:
+        - logical axis rules: pairs, or AxisRules with policies, names by path and rules for the
+          optimizer. The default is `standard_logical_axis_rules` for the axes of the mesh.
+        - 'fsdp', which shards the largest dimension of every array over all devices, or
+          'data_parallel', which replicates every array, whatever their names.
+        - partition rules: (regular expression on paths, PartitionSpec) pairs.
+        - a Plan, or a ShardingPlan of `partitioning.compat.pytorch`.
+        The default mesh is that of the plan, or all devices, except with logical axis rules.
+      **t5x: T5X's arguments by T5X's names, for its users and its files; see `T5xSettings`. They
+        say what `mesh` and `layout` say. An integer as `mesh` is T5X's `num_partitions`.
 
     Raises:
       ValueError: if a setting is malformed, or if two settings contradict each other.
@@ -120,25 +116,17 @@ class PjitPartitioner(BasePjitPartitioner):
     ) -> Self:
         """A partitioner by regular expressions on paths, as in EasyLM and FJFormer.
 
-        Usage:
-          rules = [('attn/.*/kernel', P('fsdp', 'mp')), ('embedding', P('mp', 'fsdp')), ('.*', P())]
-          partitioner = PjitPartitioner({'dp': 1, 'fsdp': -1, 'mp': 2}, rules)
+        The first rule whose expression is found (`re.search`) in the path of a parameter, such as
+        params/h/0/attn/kernel, decides its mesh axes; the optimizer's state follows. A spec may be
+        shorter than the array. Arrays of one element are replicated.
 
         Args:
-          rules: (regular expression, PartitionSpec) pairs. The first rule whose expression is found
-            (`re.search`) in the path of a parameter, such as params/h/0/attn/kernel, decides its
-            mesh axes; the optimizer's state follows. A spec may be shorter than the array. Arrays
-            of one element are replicated. Here, a tuple, a list, a string or None can replace a
-            spec.
+          rules: (regular expression, PartitionSpec) pairs, as `layout` of the class takes them.
+            Here, a tuple, a list, a string or None can replace a spec.
           mesh: as for the class.
-          on_unmatched: the policy for arrays that no rule matches.
-          on_indivisible: the policy for sizes that their mesh axes do not divide.
-          **t5x: as for the class. With `logical_axis_rules=[('batch', axes)]` the batch is sharded
-            over these mesh axes, and otherwise over those with usual names, such as 'dp', 'fsdp'
-            and 'data'.
-
-        Raises:
-          ValueError: if a rule or a setting is malformed.
+          on_unmatched, on_indivisible: the policies for arrays that no rule matches, and for sizes.
+          **t5x: as for the class. `logical_axis_rules=[('batch', axes)]` shards the batch, which is
+            otherwise sharded over axes with usual names, such as 'dp', 'fsdp' and 'data'.
         """
         policies = AxisRules((), on_unmatched, on_indivisible)
         return cls(mesh, by_partition_rules(rules, policies), **t5x)
@@ -200,25 +188,14 @@ class PjitPartitioner(BasePjitPartitioner):
         return self._given_rules is None or self._given_rules.are_defaults
 
     def with_rules(self, logical_axis_rules: LogicalAxisRules) -> Self:
-        """The same partitioner with other rules; its class and its mesh stay.
-
-        Args:
-          logical_axis_rules: pairs, which replace only the rules; or AxisRules, which also replace
-            policies, names, and rules for the optimizer.
-        """
+        """The same partitioner with other rules; AxisRules also replace policies and names."""
         _ = self.mesh  # built once, for both
         other = copy.copy(self)
         other._logical_axis_rules = logical_axis_rules
         return other
 
     def with_mesh(self, mesh: MeshSetting) -> Self:
-        """The same partitioner on another mesh; its class and its layout stay.
-
-        It knows the names of the states that this partitioner has planned.
-
-        Args:
-          mesh: as for the constructor. An AbstractMesh is enough to plan a state.
-        """
+        """The same partitioner on another mesh. It knows the states that this one has planned."""
         other = copy.copy(self)
         other._mesh_source = read_mesh(mesh, {})
         other._t5x_settings = settings_of(other._mesh_source)
@@ -226,7 +203,7 @@ class PjitPartitioner(BasePjitPartitioner):
         return other
 
     @functools.cached_property
-    def rule_set(self) -> RuleSet:
+    def _rule_set(self) -> RuleSet:
         """The rules for parameters and optimizer, with their policies."""
         layout: WordLayout | RuleLayout | None = None
         if isinstance(self._layout, str):
@@ -330,17 +307,17 @@ class PjitPartitioner(BasePjitPartitioner):
             if self._has_default_rules:
                 self._check_default_rules()
         except ValueError as error:
-            raise with_proposal(error, named, self.rule_set, self.mesh) from None
+            raise with_proposal(error, named, self._rule_set, self.mesh) from None
         said, cls = None, type(self)
         if self._layout is None and cls.get_logical_axes is not PjitPartitioner.get_logical_axes:
             said = self._said_axes(train_state)
         try:
-            return build_plan(named, self.rule_set, self.mesh, said=said)
+            return build_plan(named, self._rule_set, self.mesh, said=said)
         except ValueError as error:
             axes = [axis for _, given in self.logical_axis_rules for axis in as_tuple(given)]
             if self._layout is not None or {*axes} <= {*self.mesh.shape}:
                 raise
-            raise with_proposal(error, named, self.rule_set, self.mesh) from None
+            raise with_proposal(error, named, self._rule_set, self.mesh) from None
 
     def _said_axes(self, train_state: Any) -> Any:
         """The logical axes from a subclass that overrides `get_logical_axes`, as in T5X."""
@@ -355,28 +332,20 @@ class PjitPartitioner(BasePjitPartitioner):
         """What every device holds of a state, what is replicated, and why.
 
         Args:
-          train_state: a pytree of arrays or ShapeDtypeStructs. The actual layout is read from the
-            arrays; the intended layout comes from the rules.
-          named: the state with its names, if `train_state` has lost them and this partitioner has
-            not planned it: `partitioner.eval_shape(init, key)`.
-          budget: the most bytes that one device may hold.
-
-        Raises:
-          ValueError: if a device holds more than `budget`, and as `plan`.
+          train_state: a pytree of arrays or ShapeDtypeStructs, whose layouts are compared with the
+            plan.
+          named: the state with its names, if `train_state` has lost them and is unknown here.
+          budget: the most bytes that one device may hold; more is a ValueError.
         """
         plan = self._plan_state(train_state if named is None else named)
         return plan.audit(train_state, budget=budget)
 
     def lint(self, train_state: Any = None) -> tuple[Finding, ...]:
-        """Everything that is wrong or suspicious in the rules, for the mesh and a state.
-
-        Args:
-          train_state: a state as for `plan`; by default only the rules are examined.
-        """
+        """Everything wrong or suspicious in the rules, for the mesh and, if given, for a state."""
         # If a plan lays out the state, the rules do not.
         ignored = train_state is None or isinstance(self._layout, Plan | LaysOutStates)
         state = None if ignored else self._with_names(train_state)
-        found = lint(self.rule_set, self.mesh, state)
+        found = lint(self._rule_set, self.mesh, state)
         if not self._has_default_rules:
             return found
         try:

@@ -86,6 +86,16 @@ class AxisRules(tuple):
     def __radd__(self, other: Any) -> AxisRules:
         return self.with_rules((*other, *self))
 
+    def __eq__(self, other: object) -> bool:
+        """Pairs are equal to rules with the same pairs, and AxisRules if everything is equal."""
+        same = not isinstance(other, AxisRules) or self._others == other._others
+        return same and tuple.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = tuple.__hash__
+
     def __getnewargs__(self) -> tuple:
         return None if self.are_defaults else tuple(self), *self._others
 

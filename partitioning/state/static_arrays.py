@@ -105,6 +105,9 @@ def _map_static(static: Any, replace: Callable[[Any], Any]) -> Any:
         leaves, structure = jax.tree.flatten(static)
     except (TypeError, ValueError):  # such as a dict whose keys have no order
         return static
+    data = structure.node_data()
+    if data is not None and data[1] is static:  # by jax.tree_util.register_static
+        return static
     new = [replace(x) if isinstance(x, jax.core.Tracer) else x for x in leaves]
     new_structure = _map_structure(structure, replace)
     if new_structure is structure and all(map(lambda x, y: x is y, new, leaves)):

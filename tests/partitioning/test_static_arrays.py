@@ -1,5 +1,7 @@
 """Arrays in static fields, and arrays that outlive their trace: right, or named."""
 
+import dataclasses
+
 import flax
 import jax
 import jax.numpy as jnp
@@ -186,3 +188,16 @@ def test_a_trace_that_did_not_end_has_no_result():
     message, cause = error_of(call, X)
     assert 'returns' not in message and 'static field' in message
     assert 'test_static_arrays.py' in message and cause is not None
+
+
+def test_values_that_are_static_as_a_whole():
+    """Such a value is its own static data, so that a search for arrays in it would not end."""
+
+    @jax.tree_util.register_static
+    @dataclasses.dataclass(frozen=True)
+    class Sizes:
+        width: int = 8
+
+    init = lambda: {'w': jnp.ones((8, 8)), 'sizes': Sizes()}  # noqa: E731
+    state, step, _ = PjitPartitioner(layout='fsdp').setup(init, lambda s, x: (s, x.sum()))
+    assert step(state, X)[0]['sizes'] == Sizes()

@@ -120,7 +120,7 @@ def test_a_small_model_fits_with_everything_kept(work_of, tmp_path):
     gin.clear_config()
     load_config([str(tmp_path / 'written.gin')], ["TEXT = 'corpus/*.txt'"])
     assert find_config().objective.model.config == there.objective.model.config
-    assert find_config().partitioner.rule_set == there.partitioner.rule_set
+    assert find_config().partitioner.logical_axis_rules == there.partitioner.logical_axis_rules
     gin.clear_config()
 
 

@@ -263,7 +263,7 @@ def test_the_winner_by_value_is_what_its_gin_file_trains(candidate, tmp_path):
     load_config([str(tmp_path / 'best.gin')])
     from_gin = find_config()
     assert from_gin.partitioner.mesh.shape == there.partitioner.mesh.shape
-    assert from_gin.partitioner.rule_set == there.partitioner.rule_set
+    assert from_gin.partitioner.logical_axis_rules == there.partitioner.logical_axis_rules
     if candidate.layout.preset:
         made = lay_out(config.partitioner, candidate.layout)
         assert from_gin.partitioner.mesh_source == made.mesh_source

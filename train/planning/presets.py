@@ -142,7 +142,7 @@ def lay_out(partitioner: BasePartitioner, layout: Layout) -> PjitPartitioner:
         raise ConfigError(
             f'the layout of a {type(partitioner).__name__} cannot be changed: use a PjitPartitioner'
         )
-    given, rules = partitioner.rule_set.rules, _RULES[layout.preset]
+    given, rules = partitioner.logical_axis_rules, _RULES[layout.preset]
     sizes, source = dict(layout.sizes), cast(Any, partitioner.mesh_source)
     mesh: MeshConfig | int = sizes.get('NUM_PARTITIONS', 1)
     if axes := _AXES.get(layout.preset):

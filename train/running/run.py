@@ -179,8 +179,8 @@ def plan_run(config: TrainConfig, row: Row) -> PlannedRun:
                 "with the key 'params'"
             )
         # Only here do the parameters carry their names, which masks of the optimizer need.
-        overrides = getattr(getattr(partitioner, 'rule_set', None), 'overrides', ())
-        made.append(as_transformation(config.optimizer, variables, overrides))
+        names = getattr(partitioner.logical_axis_rules, 'names', ())
+        made.append(as_transformation(config.optimizer, variables, names))
         kind = TrainState if config.ema_decay is None else AveragedState
         return kind.create(variables, made[-1])
 
