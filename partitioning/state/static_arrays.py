@@ -84,9 +84,14 @@ def evaluate_constants(jaxpr: Any, first: int) -> list[jax.Array] | None:
         return [_one_object(x) for x in evaluate()]
 
 
+def _node_data(structure: Any) -> Any:
+    """The type and the static data of a node, or None for a leaf."""
+    return structure.node_data()
+
+
 def _map_structure(structure: Any, replace: Callable[[Any], Any]) -> Any:
     """A tree structure with `replace(x)` for every tracer in its static data."""
-    data = structure.node_data()
+    data = _node_data(structure)
     if data is None:
         return structure
     kind, static = data
@@ -105,7 +110,7 @@ def _map_static(static: Any, replace: Callable[[Any], Any]) -> Any:
         leaves, structure = jax.tree.flatten(static)
     except (TypeError, ValueError):  # such as a dict whose keys have no order
         return static
-    data = structure.node_data()
+    data = _node_data(structure)
     if data is not None and data[1] is static:  # by jax.tree_util.register_static
         return static
     new = [replace(x) if isinstance(x, jax.core.Tracer) else x for x in leaves]
