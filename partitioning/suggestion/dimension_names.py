@@ -187,7 +187,9 @@ class DimensionNames:
             inner = [d for d in ends if structure.is_inner(path, shape[d])]
             if inner and (words.side is None or ends[not reads] in inner):
                 return _Roles(None, max(inner, key=lambda d: shape[d]), name, expert=expert)
-            if structure.has_no_width and words.side is None and words.use != 'convolution':
+            is_square = matrix.reads == matrix.writes
+            guesses = structure.has_no_width and words.side is None and not is_square
+            if guesses and words.use != 'convolution':
                 reads = self._most_shared(path, ends) == ends[0]
         return _Roles(ends[not reads], ends[reads], name, expert=expert)
 

@@ -13,7 +13,7 @@ import collections
 import functools
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from partitioning.plan.by_rules import Shape
@@ -65,7 +65,7 @@ class Structure:
             self._sizes(path)[0]
             for path in shapes
             if self.words(path).in_experts and len(self.dims[path]) == 3
-        }
+        } | _count_experts(shapes)
         self._vocabularies: dict[str, set[int]] = collections.defaultdict(set)
         for path in shapes:
             if self.words(path).use == 'table' and self.dims[path]:
@@ -265,6 +265,15 @@ def _bias_of(path: str, shapes: Mapping[str, Shape]) -> Shape | None:
     """The shape of the bias next to an array."""
     module = path.removesuffix(re.split('[/.]', path)[-1])
     return shapes.get(f'{module}bias') or shapes.get(f'{module}b')
+
+
+def _count_experts(paths: Iterable[str]) -> set[int]:
+    """The numbers of experts in lists of them, such as layers/0/experts/7/up/kernel."""
+    lists: dict[str, set[str]] = collections.defaultdict(set)
+    for path in paths:
+        if found := re.search(r'^(.*experts?)[/.](\d+)[/.]', path):
+            lists[found[1]].add(found[2])
+    return {*map(len, lists.values())}
 
 
 def _out_first(shapes: Mapping[str, Shape]) -> dict[str, bool]:

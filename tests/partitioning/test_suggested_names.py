@@ -168,6 +168,24 @@ def mixer(tokens=32, width=64):
     return tree(layers(2, block) | dense('head', width, 16))
 
 
+def mixtral(width=64):
+    """Square matrices of eight experts, and a router that is called a gate."""
+    layer = {'layers/{}/block_sparse_moe/gate/kernel': (width, 8)}
+    layer |= {
+        f'layers/{{}}/block_sparse_moe/experts/{n}/w{i}/kernel': (width, width)
+        for n in range(8)
+        for i in (1, 2, 3)
+    }
+    layer |= {'layers/{}/input_layernorm/weight': (width,)}
+    return tree({'embed_tokens/embedding': (128, width), **layers(2, layer)})
+
+
+def recurrent(width=64):
+    """An LSTM whose matrices are all square, and nothing says what the width is."""
+    gates = {f'lstm/{gate}/kernel': (width, width) for gate in ('hi', 'hf', 'ii', 'if')}
+    return tree({**gates, 'projection/kernel': (width, 32)})
+
+
 def unet(width=64):
     """A block of a diffusion model, whose module 'proj' leads into its MLP."""
     block = 'down_blocks_0/attentions_0/transformer_blocks_{}'
@@ -289,6 +307,20 @@ CASES = {
             'channel_mixing/Dense_1/kernel': OUT_OF,
             'head/kernel': ('embed', 'vocab'),
         },
+    ),
+    'experts in a list': (
+        lambda key: mixtral(),
+        {
+            'embed_tokens/embedding': TABLE,
+            'block_sparse_moe/gate/kernel': (None, None),
+            'experts/0/w1/kernel': INTO,
+            'experts/1/w2/kernel': OUT_OF,
+            'experts/7/w3/kernel': INTO,
+        },
+    ),
+    'recurrent': (
+        lambda key: recurrent(),
+        {'lstm/hi/kernel': INTO, 'lstm/if/kernel': INTO, 'projection/kernel': INTO},
     ),
     'unet': (
         lambda key: unet(),
