@@ -51,7 +51,7 @@ def _results(around: Surroundings) -> StateChange | None:
     """Results that replace an argument, in the layout of that argument."""
     call, found = around.subject.call, list[tuple[int, PlanRow]]()
     for number, aval in enumerate(call.jaxpr.out_avals):
-        row = around.rows.get(around.subject.replaced[number])
+        row = around.rows.get(around.subject.returned[number])
         spec = getattr(call.results[number], 'spec', None)
         if row is None or spec is None or tuple(aval.shape) != tuple(row.shape):
             continue

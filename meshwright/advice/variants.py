@@ -45,8 +45,8 @@ class Subject:
       mesh: the mesh.
       rows: the layout of each array of the arguments.
       parameter_of: the path of the parameter that each array of the optimizer belongs to.
-      replaced: for each result, the path of the argument that it replaces, or of its parameter; ''
-        for other results.
+      returned: for each result, the path of the argument that it replaces; '' for other results.
+      replaced: the same, with the path of the parameter in place of an array of the optimizer.
       helpers: lines that only lay out what they are given, which stand for their callers.
     """
 
@@ -54,6 +54,7 @@ class Subject:
     mesh: Mesh
     rows: tuple[PlanRow | None, ...]
     parameter_of: Mapping[str, str]
+    returned: tuple[str, ...]
     replaced: tuple[str, ...]
     helpers: frozenset[str] | None = None
 
@@ -78,16 +79,17 @@ def make_subject(
     owners = find_owners(known, traced.values)
     paths = [row.path if row is not None else f'argument {n}' for n, row in enumerate(rows)]
     pairs = pair_results(call, write_out(call.jaxpr), paths)
-    replaced = []
-    for number, value in enumerate(traced.results):
-        path = paths[pairs[number]] if number in pairs else value.update_of or value.argument
-        replaced.append(owners.get(path, path))
+    returned = tuple(
+        paths[pairs[number]] if number in pairs else value.update_of or value.argument
+        for number, value in enumerate(traced.results)
+    )
     return Subject(
         call=call,
         mesh=mesh,
         rows=tuple(rows),
         parameter_of=owners,
-        replaced=tuple(replaced),
+        returned=returned,
+        replaced=tuple(owners.get(path, path) for path in returned),
         helpers=traced.helpers,
     )
 

@@ -62,7 +62,7 @@ def whole(gradient):
     return {k: lay(g) for k, g in gradient.items()}
 
 
-def make_step(split=None, constrain=leave, specs=SPECS, moments=None):
+def make_step(split=None, constrain=leave, specs=SPECS, moments=None, returned=None):
     """A step with momentum, and its arguments."""
     mesh, names = make_mesh(), ('gate', 'up', 'down') if split is None else ('q', 'k', 'o')
 
@@ -84,7 +84,7 @@ def make_step(split=None, constrain=leave, specs=SPECS, moments=None):
     state = structs(specs), structs(moments or specs)
     rows = NamedSharding(mesh, P('data'))
     batch = jax.ShapeDtypeStruct((ROWS, LENGTH, WIDTH), 'float32', sharding=rows)
-    out = jax.tree.map(lambda x: x.sharding, state)
+    out = jax.tree.map(lambda x: x.sharding, (state[0], structs(returned or moments or specs)))
     return jax.jit(step, donate_argnums=(0, 1), out_shardings=out), (*state, batch)
 
 
@@ -101,6 +101,7 @@ FAULTS = {
         f'write reshape({ROWS}, {LENGTH}, {HEADS}, {SIZE}) in place of',
     ),
     'moments': ({'moments': MOVED}, {}, 'like its parameter params/'),
+    'a result': ({'returned': dict.fromkeys(SPECS, P())}, {}, 'return opt/'),
     'a whole kernel': (
         {'specs': {**SPECS, 'gate': P()}},
         {},
