@@ -6,11 +6,13 @@ buffers exist until the call and are reused by its result, are checked by the fi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from partitioning.hardware import OptionValue
@@ -18,7 +20,7 @@ from partitioning.programs.inner_layouts import inner_spec, is_resource
 from partitioning.programs.trace_log import Arguments, OnRecompile, positions
 from partitioning.rules import PaddedSpec, boundary_spec, check_definite, check_spec
 from partitioning.state import path_str
-from partitioning.state.structures import KeyPath, pair_leaves
+from partitioning.state.structures import KeyPath, TreeMismatchError, pair_leaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,6 +216,27 @@ def check_donation(boundary: Boundary, args: Sequence[Any]) -> None:
                     f'{boundary.arguments.function}: {first} and {where} are the same array, but '
                     'it can be donated only once: copy one of them with jnp.copy'
                 )
+
+
+def check_divisible(boundary: Boundary, args: Sequence[Any]) -> None:
+    """Raises ValueError if a sharding does not divide an argument.
+
+    jax would raise it too, but some of its versions print a line first.
+    """
+    for argument in boundary.dynamic(args):
+        _check_pairs(argument.pairs())
+
+
+def check_result_divides(boundary: Boundary, result: Any) -> None:
+    """Raises ValueError if a sharding does not divide the result, as `check_divisible` does."""
+    _check_pairs(pair_leaves(boundary.out_shardings, result, prefix=True, static_fields=False))
+
+
+def _check_pairs(pairs: Iterator[tuple[KeyPath, Any, Any]]) -> None:
+    with contextlib.suppress(TreeMismatchError):  # jax says so
+        for _, sharding, leaf in pairs:
+            if sharding is not None:
+                sharding.shard_shape(np.shape(leaf))
 
 
 def deletion_problems(

@@ -12,7 +12,13 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from partitioning.hardware import check_options, num_cached
-from partitioning.programs.boundary import PartitionSettings, check_donation, find_boundary
+from partitioning.programs.boundary import (
+    PartitionSettings,
+    check_divisible,
+    check_donation,
+    check_result_divides,
+    find_boundary,
+)
 from partitioning.programs.contexts import PjittedFnWithContext, in_context
 from partitioning.programs.inner_layouts import auto_where_needed, lay_out_inside
 from partitioning.programs.trace_log import NO_RESULT, TraceLog, observe
@@ -79,7 +85,7 @@ class PartitionedFunction(PjittedFnWithContext):
             compiler_options=check_options(settings.compiler_options),
         )
         body = lay_out_inside(
-            observe(settings.fn, self.trace_log),
+            observe(settings.fn, self.trace_log, functools.partial(check_result_divides, boundary)),
             mesh,
             settings.in_shardings,
             settings.out_shardings,
@@ -147,6 +153,7 @@ class PartitionedFunction(PjittedFnWithContext):
         """The first call, which also checks what later calls need not check again."""
         self._check_has_devices()
         check_donation(self.boundary, args)
+        check_divisible(self.boundary, args)
         self._dispatch = self._pjitted_fn
         return self._dispatch(*args)
 
@@ -156,6 +163,7 @@ class PartitionedFunction(PjittedFnWithContext):
             if method == '__call__':
                 self._check_has_devices()
             positional, keywords = self._bind(args, kwargs) if kwargs else (args, {})
+            check_divisible(self.boundary, positional)
             try:
                 return self._run(method, positional, keywords)
             except ValueError:

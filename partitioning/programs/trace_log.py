@@ -216,14 +216,17 @@ class TraceLog:
         return f"{name} would be compiled again (on_recompile='error'): {changes}"
 
 
-def observe(fn: Callable[..., Any], trace_log: TraceLog) -> Callable[..., Any]:
-    """`fn`, which jax runs only to trace it, with a record of its arguments and its result."""
+def observe(
+    fn: Callable[..., Any], trace_log: TraceLog, check: Callable[[Any], None]
+) -> Callable[..., Any]:
+    """`fn`, which jax runs only to trace it, with a record of its arguments and checked result."""
 
     @functools.wraps(fn)
     def observed(*args: Any, **kwargs: Any) -> Any:
         trace_log.start(args, kwargs)
         result = call_function(fn, args, kwargs)
         trace_log.finish(result)
+        check(result)
         return result
 
     return observed

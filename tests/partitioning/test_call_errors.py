@@ -390,3 +390,21 @@ def test_a_replicated_state_of_pmap_inside_the_function(partitioner):
     with pytest.raises(TypeError) as caught:
         call(jax_utils.replicate(make_state()), BATCH)
     assert 'jax_utils.replicate' in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize('empty', [{}, (), None])
+def test_sizes_say_nothing_about_the_order_of_entries(partitioner, empty, capfd):
+    """An argument without arrays fits every entry. jax prints nothing of its own."""
+    for fn, specs, args in (
+        (lambda s, b: b.sum(), (P(), DATA), (empty, np.ones(13))),
+        (lambda s, b: b.sum(), (P(), DATA), (np.ones(8), np.ones(13))),
+        (lambda b, s: b.sum(), (DATA, P()), (np.ones(13), empty)),
+    ):
+        call = partitioner.partition(fn, specs, None)
+        for method in (call, call.lower):
+            message = error_of(method, *args)
+            assert_says(message, 'b: ', '13', "'data'", '12 or 16')
+            assert 'order' not in message
+    call = partitioner.partition(identity, (P(),), DATA)
+    assert_says(error_of(call, np.ones(13)), 'result: ', '13', '12 or 16')
+    assert ''.join(capfd.readouterr()) == ''

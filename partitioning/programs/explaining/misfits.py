@@ -118,7 +118,8 @@ def fit_problems(boundary: Boundary, arguments: Sequence[Argument]) -> Iterator[
         return not any(_misfits(boundary, argument._replace(entry=entry)))
 
     for one, other in itertools.combinations(arguments, 2):
-        wrong = not (fits(one, one.entry) and fits(other, other.entry))
+        # Sizes that do not divide say nothing about the order, and no array fits every entry.
+        wrong = _differs(one) or _differs(other)
         if wrong and fits(one, other.entry) and fits(other, one.entry):
             yield (
                 f'the entries of {one.name} and {other.name} in in_shardings are in the wrong '
@@ -126,6 +127,17 @@ def fit_problems(boundary: Boundary, arguments: Sequence[Argument]) -> Iterator[
             )
     for argument in misfits:
         yield from _misfits(boundary, argument)
+
+
+def _differs(argument: Argument) -> bool:
+    """Whether an argument has another structure than its entry, or an array another rank."""
+    if not jax.tree.leaves(argument.value):
+        return False
+    try:
+        pairs = [*argument.pairs()]
+    except TreeMismatchError:
+        return True
+    return any(len(getattr(s, 'spec', ())) > np.ndim(leaf) for _, s, leaf in pairs)
 
 
 def result_problems(boundary: Boundary, result: Any) -> Iterator[str]:
