@@ -13,15 +13,19 @@ from jax.sharding import PartitionSpec
 
 from partitioning.mesh import MeshConfig
 from partitioning.partitioner.base_pjit import BasePjitPartitioner
+from partitioning.partitioner.chosen_rules import (
+    axes_in_use,
+    check_batch_rule,
+    choose_rules,
+    describe_layout,
+    with_slices,
+)
 from partitioning.partitioner.settings import (
     LayoutSetting,
     LaysOutStates,
     MeshSetting,
-    activation_rules,
     by_partition_rules,
-    check_batch_rule,
     default_mesh_of,
-    describe_rules,
     read_layout,
     read_mesh,
 )
@@ -43,9 +47,8 @@ from partitioning.plan import (
     lint,
     with_proposal,
 )
-from partitioning.plan.layouts import RuleLayout, WordLayout, rule_str
+from partitioning.plan.layouts import RuleLayout, WordLayout
 from partitioning.rules import (
-    STANDARD_MESH_AXES,
     AxisRules,
     LogicalAxisRules,
     MeshAxes,
@@ -163,25 +166,11 @@ class PjitPartitioner(BasePjitPartitioner):
 
     @functools.cached_property
     def _rules_in_use(self) -> AxisRules:
-        given = AxisRules() if self._given_rules is None else self._given_rules
-        if given.are_defaults:
-            axes = self._axes_in_use
-            if not isinstance(self._layout, str | RuleLayout) and {*axes} <= {*STANDARD_MESH_AXES}:
-                return given.with_rules(standard_logical_axis_rules(mesh_axes=axes))
-            # Use no defaults that would leave a mesh axis unused: without any rules, plan and
-            # constrain raise.
-            policies = getattr(self._layout, 'policies', given)
-            return activation_rules(self._layout, self.mesh, policies)
-        slices = self._slice_axis
-        if slices is None or not isinstance(self._mesh_source, MeshConfig):
-            return given
-        # The axis over slices stands in front in rules that shard the batch over 'data'.
-        rules: list[tuple[str, MeshAxes]] = []
-        for name, axes_of_rule in given:
-            sharding = as_tuple(axes_of_rule)
-            adds = name == 'batch' and slices not in sharding and 'data' in sharding
-            rules.append((name, (slices, *sharding) if adds else axes_of_rule))
-        return given.with_rules(rules)
+        rules = choose_rules(self._given_rules, self._layout, self.mesh)
+        slices, source = self._slice_axis, self._mesh_source
+        if slices is None or self._has_default_rules or not isinstance(source, MeshConfig):
+            return rules
+        return with_slices(rules, slices)
 
     @property
     def _has_default_rules(self) -> bool:
@@ -223,11 +212,6 @@ class PjitPartitioner(BasePjitPartitioner):
     def _gradient_rules(self) -> AxisRules | None:
         return AxisRules(self.logical_axis_rules).optimizer
 
-    @property
-    def _axes_in_use(self) -> list[str]:
-        sizes = self.mesh.shape
-        return [a for a in self.mesh.axis_names if sizes[a] > 1 or a in STANDARD_MESH_AXES]
-
     @functools.cached_property
     def _data_axis(self) -> MeshAxes:
         if self._has_default_rules:
@@ -255,33 +239,13 @@ class PjitPartitioner(BasePjitPartitioner):
     def _check_default_rules(self) -> None:
         """Rules that the user did not choose must not leave a mesh axis unused."""
         if self._layout is None:
-            standard_logical_axis_rules(mesh_axes=self._axes_in_use)
+            standard_logical_axis_rules(mesh_axes=axes_in_use(self.mesh))
 
     def _description(self) -> list[tuple[str, str]]:
         built = self._mesh_without_building() is not None
         rules = self.logical_axis_rules if built else self._given_rules
-        shown = 'standard_logical_axis_rules for the axes of the mesh'
-        if built or not self._has_default_rules:
-            shown = describe_rules(rules)
-        elif self._layout is not None:
-            shown = 'made by the layout, for activations'
-        rows = [*super()._description(), ('rules', shown)]
-        policies = AxisRules() if rules is None else rules
-        if isinstance(self._layout, RuleLayout):
-            policies = self._layout.policies
-        if policies.optimizer is not None:
-            rows.append(('optimizer rules', describe_rules(policies.optimizer)))
-        on_unmatched, on_indivisible = policies.on_unmatched, policies.on_indivisible
-        rows.append(('policies', f'{on_unmatched=!r}, {on_indivisible=!r}'))
-        if policies.names:
-            rows.append(('names', '; '.join(f'{path} -> {n}' for path, n in policies.names)))
-        if isinstance(self._layout, RuleLayout):
-            rows.append(
-                ('layout', f'partition rules {", ".join(map(rule_str, self._layout.rules))}')
-            )
-        elif self._layout is not None:
-            rows.append(('layout', f'{self._layout!r} lays out the state, not the rules'))
-        return rows
+        chosen = built or not self._has_default_rules
+        return [*super()._description(), *describe_layout(rules, self._layout, chosen=chosen)]
 
     # Plans and states.
 

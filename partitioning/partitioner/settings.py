@@ -1,10 +1,8 @@
-"""The mesh and the layout of a partitioner: what each may be, and the rules that follow."""
+"""The two arguments of a partitioner: what its mesh and its layout may be."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast, get_args, runtime_checkable
@@ -14,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from partitioning.hardware import Topology
 from partitioning.mesh import MeshConfig
 from partitioning.partitioner.t5x_settings import given_for_mesh
-from partitioning.plan import Plan, batch_axes
+from partitioning.plan import Plan
 from partitioning.plan.layouts import (
     LayoutWord,
     PartitionRules,
@@ -22,18 +20,11 @@ from partitioning.plan.layouts import (
     check_partition_rules,
 )
 from partitioning.rules import (
-    USUAL_BATCH_AXES,
     AxisRules,
     LogicalAxisRules,
-    MeshAxes,
-    MeshLike,
-    as_tuple,
     axis_sizes,
-    describe_axes,
-    from_tuple,
     nearest,
 )
-from partitioning.rules.checks import axis_problems
 
 # What a mesh is made from, and what can describe that.
 AnyMesh = Mesh | AbstractMesh | MeshConfig
@@ -60,10 +51,7 @@ class StandsForLayout(Protocol):
 OtherLayout = LayoutWord | RuleLayout | Plan | LaysOutStates
 LayoutSetting = LogicalAxisRules | PartitionRules | OtherLayout | StandsForLayout
 
-_LOGGER = logging.getLogger(__name__)
 _WORDS = get_args(LayoutWord)
-# The names that models give the batch. A layout word shards these logical axes of activations.
-_BATCH_NAMES = ('batch', 'activation_batch')
 
 
 def read_mesh(mesh: MeshSetting | None, t5x_settings: Mapping[str, Any]) -> AnyMesh:
@@ -155,6 +143,10 @@ def read_layout(
     if not isinstance(layout, Iterable) or isinstance(layout, Mapping | set | frozenset):
         raise ValueError(_must_be(layout))
     pairs = layout if isinstance(layout, AxisRules) else tuple(layout)
+    if len(pairs) == 4 and all(isinstance(n, int) for n in pairs):  # T5X's second argument
+        raise ValueError(
+            f'layout={layout!r} is not a layout: write model_parallel_submesh={layout!r}'
+        )
     rules_of_specs = (rule[1:] for rule in pairs if isinstance(rule, tuple | list))
     if any(isinstance(x, PartitionSpec) for values in rules_of_specs for x in values):
         _check_only_activations(made := by_partition_rules(pairs), given)
@@ -213,80 +205,3 @@ def _short(x: Any) -> str:
     """A value in a message, or its type if its repr is long."""
     shown = repr(x)
     return shown if len(shown) <= 80 and '\n' not in shown else f'<{type(x).__name__}>'
-
-
-def activation_rules(layout: OtherLayout | None, mesh: MeshLike, policies: AxisRules) -> AxisRules:
-    """The rules for activations if the user gives none.
-
-    Under a word every mesh axis shards the batch, and all other dimensions are replicated, whatever
-    their names. Under partition rules the batch is sharded over the mesh axes that have the usual
-    names; without any of them there are no rules.
-    """
-    sizes = axis_sizes(mesh)
-    if isinstance(layout, str):
-        axes = tuple(axis for axis in sizes if sizes[axis] > 1) or tuple(sizes)[:1]
-        rules: list[tuple[str, MeshAxes]] = [(name, from_tuple(axes)) for name in _BATCH_NAMES]
-        return AxisRules(rules, on_unmatched='replicate')
-    if layout is None:
-        return policies.with_rules(())
-    known = tuple(axis for axis in sizes if axis in USUAL_BATCH_AXES)
-    return policies.with_rules([('batch', from_tuple(known))] if known else ())
-
-
-def describe_rules(rules: Any) -> str:
-    """Rules in their order: `batch -> data; mlp, heads -> model; kv -> replicated`."""
-    groups = (
-        f'{", ".join(name for name, _ in alike)} -> {" x ".join(as_tuple(axes)) or "replicated"}'
-        for axes, alike in itertools.groupby(rules, key=lambda rule: rule[1])
-    )
-    return '; '.join(groups) or 'none'
-
-
-def check_batch_rule(
-    rules: LogicalAxisRules,
-    mesh: Mesh | AbstractMesh,
-    layout: OtherLayout | None,
-    *,
-    must_shard: bool = False,
-) -> None:
-    """Raises ValueError if the batch has no rule by mistake, and warns if that may be on purpose.
-
-    Under partition rules, a rule or the name of a mesh axis must shard the batch. Other rules may
-    omit 'batch', which is logged, unless the batch `must_shard`; a name similar to 'batch' is a
-    mistake. A policy of rules can replicate names without a rule.
-    """
-    axes = batch_axes(mesh, rules)
-    if layout is not None and not rules:
-        axis = next(iter(axis_sizes(mesh)))
-        raise ValueError(
-            f'no axis of the mesh {describe_axes(mesh)} has a usual name for the batch '
-            f"({', '.join(USUAL_BATCH_AXES)}): add logical_axis_rules=[('batch', {axis!r})] next "
-            'to the partition rules'
-        )
-    names = {name for name, _ in rules}
-    if 'batch' not in names and mesh.size > 1 and (hint := nearest('batch', names)):
-        raise ValueError(
-            f"no rule for 'batch', so each device would compute all rows.{hint} Write "
-            f"{('batch', axes)!r}, or ('batch', None) to replicate it on purpose"
-        )
-    for rule in rules:
-        wrong = [*axis_problems(as_tuple(rule[1]), mesh)] if rule[0] == 'batch' else []
-        if wrong:
-            raise ValueError(
-                f'rule {tuple(rule)!r}: {wrong[0].message.rstrip(".")}. Write '
-                f'{("batch", axes)!r} in its place, and axes of this mesh in the other rules'
-            )
-    if 'batch' in names or mesh.size == 1:
-        return
-    text = "no rule for 'batch': each device computes all of its rows"
-    replicates = getattr(rules, 'on_unmatched', 'error') == 'replicate'
-    if replicates or not must_shard:
-        _LOGGER.warning('%s. To shard them, add %r to the rules', text, ('batch', axes))
-        return
-    listed = ', '.join(map(repr, [('batch', axes), *map(tuple, rules)]))
-    whole = f', as in logical_axis_rules=[{listed}],' if len(rules) < 8 else ' to the rules,'
-    raise ValueError(
-        f"no rule for 'batch', so each of the {mesh.size} devices of {describe_axes(mesh)} would "
-        f'compute all rows. Add {("batch", axes)!r}{whole} or '
-        "('batch', None) to replicate it on purpose"
-    )

@@ -171,6 +171,7 @@ def test_zero_and_policies_are_part_of_the_rules():
             {},
             r"'\.\*/w' is not a logical axis.*AxisRules\(names=.*Par",
         ),
+        ((2, 2, 1, 1), {}, r'write model_parallel_submesh=\(2, 2, 1, 1\)'),
         ([('w', 3)], {}, r"rule \('w', 3\) is malformed"),
         ([('w', P('data')), ('b', 3)], {}, 'a partition rule must be'),
         ([('w', P('data')), ('(', P())], {}, 'not a valid regular expression'),
