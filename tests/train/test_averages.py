@@ -85,9 +85,11 @@ class Seen:
     every: int = 2
     evaluated: dict = dataclasses.field(default_factory=dict)
     trained: list = dataclasses.field(default_factory=list)
+    first: list = dataclasses.field(default_factory=list)
 
     def run(self, state, step):
         self.evaluated[step] = numpy_of(state.params)
+        self.first.append(self.evaluated[step])
         return {'seen': 1.0}
 
     def hook(self, state, step, metrics):
@@ -147,6 +149,27 @@ def test_averages_start_when_a_run_without_them_resumes(averaged, finished, tmp_
     assert 'absent, starts from the parameters' in ' '.join(capsys.readouterr().out.split())
     assert int(state.ema.updates) == 2 and len(seen.trained) == 2
     assert_close(state.ema.average, average_of(seen.trained, 0.5))
+
+
+def test_another_run_starts_from_the_average(averaged, run, tmp_path, meshwright):
+    """From the checkpoint itself, and from weights that are converted from it."""
+    state, _ = averaged(tmp_path / 'one', total_steps=2)
+    renames, weights = [('params/(.*)', r'ema/average/\1')], tmp_path / 'weights'
+    status, printed, _ = meshwright('checkpoint', 'inspect', tmp_path / 'one/checkpoints/2')
+    parameters = sum(x.nbytes for x in jax.tree.leaves(state.params))
+    assert status == 0 and f'parameters {parameters / 1000:.1f} kB' in printed
+    convert = ('checkpoint', 'convert', tmp_path / 'one', weights, '--to=safetensors')
+    gone = [f'--renames={pattern}=' for pattern in ('params/.*', 'opt_state/.*', 'ema/updates')]
+    assert meshwright(*convert, *gone, r'--renames=ema/average/(.*)=params/\1')[0] == 0
+    common = {'strict': False, 'parameters_only': True}
+    for restore in (
+        RestoreConfig(path=str(tmp_path / 'one'), renames=renames, **common),
+        RestoreConfig(path=str(weights)),
+    ):
+        seen = Seen(every=0)
+        changes = {'restore': restore, 'evaluate_first': True, 'total_steps': 3}
+        run(tmp_path / f'from {len(restore.path)}', evaluators={'seen': seen}, **changes)
+        jax.tree.map(np.testing.assert_array_equal, seen.first[0], numpy_of(state.ema.average))
 
 
 @pytest.mark.parametrize('parameters_only', [False, True])

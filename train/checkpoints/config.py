@@ -15,6 +15,7 @@ RestoreMode = Literal['latest', 'specific']
 Renames = Sequence[tuple[str, str | None]]
 WhenBusy = Literal['later', 'skip', 'wait']
 Mode = Literal['min', 'max']
+AVERAGES = 'ema/'  # the beginning of the names of the averages of the parameters
 DTYPES = (None, 'float32', 'bfloat16', 'float16')
 
 

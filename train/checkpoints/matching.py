@@ -17,14 +17,13 @@ from partitioning.amounts import bytes_str
 from partitioning.rules import nearest
 from train.checkpoints.arrays.placing import by_size, find_shares
 from train.checkpoints.arrays.stored import Bounds, HasShape, StoredArray, is_floating
-from train.checkpoints.config import Renames, RestoreConfig
+from train.checkpoints.config import AVERAGES, Renames, RestoreConfig
 from train.errors import ConfigError
 from train.reporting.console import RunConsole
 
 Kind = Literal['missing', 'extra', 'shape', 'dtype']
 
 
-AVERAGES = 'ema/'  # the beginning of the names of the averages of the parameters
 Array = TypeVar('Array', bound=HasShape)
 Wanted = Mapping[str, jax.ShapeDtypeStruct]
 # Makes the arrays of a new run at some paths.
@@ -156,7 +155,12 @@ def find_problem(
             'with another MODEL_DIR and RestoreConfig.strict = False'
         )
     first = min(
-        wrong, key=lambda d: (d.name.startswith(('opt_state', 'state/')), d.name, d.kind == 'extra')
+        wrong,
+        key=lambda d: (
+            d.name.startswith(('opt_state', 'state/', AVERAGES)),
+            d.name,
+            d.kind == 'extra',
+        ),
     )
     count = len({difference.name for difference in wrong})
     differ = (

@@ -14,10 +14,9 @@ from etils import epath
 from partitioning.state import path_str
 from train.checkpoints.arrays.placing import UnreadableArrayError, read_all
 from train.checkpoints.arrays.stored import StoredArray, is_floating
-from train.checkpoints.config import RestoreConfig
+from train.checkpoints.config import AVERAGES, RestoreConfig
 from train.checkpoints.formats.opening import find_place, open_checkpoint
 from train.checkpoints.matching import (
-    AVERAGES,
     Difference,
     Initialize,
     Preflight,

@@ -8,7 +8,7 @@ import numpy as np
 from etils import epath
 
 from train.checkpoints.arrays.stored import StoredArray, in_memory
-from train.checkpoints.config import RestoreConfig
+from train.checkpoints.config import AVERAGES, RestoreConfig
 from train.checkpoints.formats.safetensors_files import has_safetensors, open_safetensors
 from train.checkpoints.huggingface import config_json
 from train.checkpoints.huggingface.folders import open_parameters
@@ -16,7 +16,7 @@ from train.checkpoints.matching import Difference, Wanted
 from train.checkpoints.reading import CheckpointReader
 
 # The arrays of a state that are not taken, if a folder has them.
-OTHERS = ('step', 'opt_state')
+OTHERS = ('step', 'opt_state', AVERAGES)
 
 
 def is_weights(path: epath.Path) -> bool:

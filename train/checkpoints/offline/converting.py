@@ -16,7 +16,7 @@ from etils import epath
 
 from partitioning.amounts import bytes_str
 from train.checkpoints.arrays.stored import StoredArray, in_memory, is_floating, with_dtype
-from train.checkpoints.config import Renames
+from train.checkpoints.config import AVERAGES, Renames
 from train.checkpoints.formats.opening import Checkpoint, Format, other_content
 from train.checkpoints.formats.safetensors_writer import write_safetensors
 from train.checkpoints.formats.t5x_files import is_t5x, sources_for_t5x, sources_in_t5x
@@ -98,7 +98,7 @@ def plan_conversion(
     if dtype is not None:  # States of optimizers keep their dtypes.
         arrays = {
             name: with_dtype(x, np.dtype(dtype), name)
-            if not name.startswith(('opt_state/', 'state/')) and is_floating(x)
+            if not name.startswith(('opt_state/', 'state/', AVERAGES)) and is_floating(x)
             else x
             for name, x in arrays.items()
         }

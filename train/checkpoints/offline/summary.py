@@ -12,6 +12,7 @@ from etils import epath
 
 from partitioning.state import Role
 from train.checkpoints.arrays.stored import StoredArray
+from train.checkpoints.config import AVERAGES
 from train.checkpoints.formats.opening import (
     Checkpoint,
     Place,
@@ -24,7 +25,7 @@ from train.checkpoints.steps.record import read_record
 from train.checkpoints.steps.verifying import FoundStep
 from train.errors import ConfigError
 
-_OPTIMIZER = ('opt_state/', 'state/param_states/')
+_OPTIMIZER = ('opt_state/', 'state/param_states/', AVERAGES)
 _OTHER = ('step', 'state/step', 'flax_mutables/')
 ROLES: tuple[Role, ...] = ('parameters', 'optimizer', 'other')
 
