@@ -352,6 +352,7 @@ CHECKS: dict[str, Check] = {
     'seed': _count(0, optional=True),
     'data_seed': _count(0, optional=True),
     'prng_impl': _one_of(PrngImpl, optional=True),
+    'split_key': _check_switch,
     'watchdog': _instance(WatchdogConfig, written='WatchdogConfig()', optional=True),
 }
 

@@ -5,6 +5,7 @@ from train.objectives.modules import LinenModel as LinenModel, as_model as as_mo
 from train.objectives.objective import (
     Loss as Loss,
     Objective as Objective,
+    Ratio as Ratio,
     compute_loss as compute_loss,
     row_weights as row_weights,
 )
