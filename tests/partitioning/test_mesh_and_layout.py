@@ -1,14 +1,10 @@
 """PjitPartitioner(mesh, layout): everything that each of the two arguments may be."""
 
-import functools
-
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 
 from partitioning import (
@@ -199,79 +195,6 @@ def test_layouts_that_are_malformed_or_decided_twice(layout, settings, said):
 def test_arguments_that_do_not_exist(name, said):
     with pytest.raises(TypeError, match=f'^PjitPartitioner has no argument {name!r}.*{said}'):
         PjitPartitioner(SIZES, **{name: None})
-
-
-# What `plan` takes.
-
-
-class Callable:
-    def __call__(self, key):
-        return init(key)
-
-
-class Model(eqx.Module):
-    w: jax.Array
-
-    def __init__(self, key):
-        self.w = init(key)['w']
-
-    def __call__(self, x):
-        return x @ self.w
-
-    def remake(self, key):
-        return Model(key)
-
-
-EQUINOX = Model(KEY)
-NNX = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
-
-
-@pytest.mark.parametrize(
-    'state',
-    [init(KEY), EQUINOX, NNX, nnx.state(NNX), jax.eval_shape(Model, KEY)],
-    ids=['dict', 'equinox', 'nnx', 'nnx.state', 'abstract'],
-)
-def test_a_state_has_a_plan(state):
-    plan = PjitPartitioner(SIZES, 'fsdp').plan(state)
-    assert plan.program is None
-    assert {row.shape for row in plan.rows} <= {(64, 32), (32,)}
-    if not isinstance(jax.tree.leaves(state)[0], jax.ShapeDtypeStruct):
-        plan.check(jax.device_put(state, plan.shardings))
-
-
-@pytest.mark.parametrize(
-    'function',
-    [
-        init,
-        lambda key: init(key),
-        jax.jit(init),
-        functools.partial(init),
-        jax.tree_util.Partial(init),
-        Callable(),
-        Model,
-        EQUINOX.remake,
-        eqx.filter_jit(lambda key: {'w': EQUINOX.w}),
-    ],
-    ids=[
-        'function',
-        'lambda',
-        'jit',
-        'partial',
-        'Partial',
-        'callable',
-        'class',
-        'method',
-        'filter_jit',
-    ],
-)
-def test_an_init_function_has_a_plan_that_makes_the_state(function):
-    plan = PjitPartitioner(SIZES, 'fsdp').plan(function, KEY)
-    plan.check(plan.init(KEY))
-
-
-def test_a_state_takes_no_arguments():
-    with pytest.raises(ValueError, match=r'a dict, takes no .* arguments.* 1: .*\(init, key\)'):
-        PjitPartitioner(SIZES, 'fsdp').plan(init(KEY), KEY)
 
 
 # The names of T5X.
