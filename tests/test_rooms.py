@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = {
     'partitioning': [
         {'amounts', 'lazy_names', 'library_files', 'rules', 'untrusted_text'},
-        {'hardware'},
+        {'hardware', 'tracebacks'},
         {'constraints', 'layout', 'mesh'},
         {'products', 'state'},
         {'plan', 'programs'},

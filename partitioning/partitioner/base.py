@@ -49,6 +49,7 @@ from partitioning.rules import (
     num_shards,
 )
 from partitioning.state import get_logical_axes
+from partitioning.tracebacks import hide_own_frames
 
 
 class BasePartitioner(PartitionerObject, abc.ABC):
@@ -158,6 +159,7 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         size = self.data_mesh_size if batch_size is None else batch_size
         return data_layout(self.mesh, self._data_axes, size, host_index)
 
+    @hide_own_frames
     def to_global(self, local_batch: Any, batch_size: int | None = None, spec: Any = None) -> Any:
         """The rows that each process has read, as sharded global arrays.
 
@@ -222,6 +224,7 @@ class BasePartitioner(PartitionerObject, abc.ABC):
             return host_local_array_to_global_array(train_state, self.mesh, train_state_axes)
         return jax.device_put(train_state, to_shardings(train_state_axes, self.mesh))
 
+    @hide_own_frames
     def plan(self, init_or_state: Any, /, *args: Any) -> Plan:
         """The plan of a state: of one that a function makes, or of one that exists.
 
@@ -249,6 +252,7 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         """The plan of a state that exists, or of an abstract one, made in one walk over it."""
         raise NotImplementedError
 
+    @hide_own_frames
     def setup(
         self,
         init_or_state: Any,
@@ -298,10 +302,12 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         )
         return TrainingSetup(state, step, spec)
 
+    @hide_own_frames
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
         """Makes the state of an init function in its shards: `plan(init_fn, *args).init(*args)`."""
         return self.plan(init_fn, *args).init(*args)
 
+    @hide_own_frames
     def eval_shape(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`jax.eval_shape` inside the mesh and the rules; the result keeps its boxes and names."""
         return trace_init(fn, self.mesh, self.logical_axis_rules, args)[0]

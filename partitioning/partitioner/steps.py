@@ -26,6 +26,7 @@ from partitioning.state.static_arrays import (
     name_static_field,
 )
 from partitioning.state.structures import match_by_path
+from partitioning.tracebacks import keep_user_frames
 
 
 class TrainingSetup(NamedTuple):
@@ -100,6 +101,9 @@ class Step(PjittedFnWithContext):
             pair = self._pjitted_fn(*args, **kwargs)
         except jax.errors.ConcretizationTypeError as error:
             self._raise_static(error, args, kwargs)
+            raise
+        except Exception as error:
+            keep_user_frames(error)
             raise
         return pair[1].with_state(pair[0]) if type(pair[1]) is _Rest else pair
 

@@ -31,6 +31,7 @@ from partitioning.rules import (
 )
 from partitioning.state import unbox
 from partitioning.state.traversal import StateTree
+from partitioning.tracebacks import hide_own_frames
 
 
 class Unplanned(NamedTuple):
@@ -144,6 +145,7 @@ class Plan:
 
         return jax.tree.map(place, self.shardings, abstract)
 
+    @hide_own_frames
     def init(self, *args: Any) -> Any:
         """Makes the state. Each array is created in its shards, never whole on one device.
 

@@ -16,6 +16,7 @@ from partitioning.hardware import described_cudnn
 from partitioning.hardware.compilers import own_compiler_errors
 from partitioning.products import find_rounds, in_rounds
 from partitioning.rules import AxisRules, LogicalAxisRules
+from partitioning.tracebacks import hide_own_frames
 
 
 class PjittedFnWithContext:
@@ -51,20 +52,24 @@ class PjittedFnWithContext:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._apply('__call__', args, kwargs)
 
+    @hide_own_frames
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers for arrays or ShapeDtypeStructs; see `jax.jit`."""
         return self._apply('lower', args, kwargs)
 
+    @hide_own_frames
     def lower_and_compile(self, *args: Any, **kwargs: Any) -> jax.stages.Compiled:
         """Lowers and compiles for arrays or ShapeDtypeStructs."""
         lowered = self.lower(*args, **kwargs)
         with own_compiler_errors(getattr(self, '__name__', 'the function'), self._mesh):
             return lowered.compile()
 
+    @hide_own_frames
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Traces for arrays or ShapeDtypeStructs; see `jax.jit`."""
         return self._apply('trace', args, kwargs)
 
+    @hide_own_frames
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The abstract result for arrays or ShapeDtypeStructs; see `jax.jit`."""
         return self._apply('eval_shape', args, kwargs)

@@ -29,6 +29,7 @@ from partitioning.state.structures import (
     match_by_path,
     with_static_fields,
 )
+from partitioning.tracebacks import hide_own_frames, keep_user_frames
 
 
 class PartitionedFunction(PjittedFnWithContext):
@@ -102,7 +103,11 @@ class PartitionedFunction(PjittedFnWithContext):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs:
-            return self._apply('__call__', args, kwargs)
+            try:
+                return self._apply('__call__', args, kwargs)
+            except Exception as error:
+                keep_user_frames(error)
+                raise
         try:  # which costs nothing unless an exception is raised
             watched = self._watched
             if watched is not None and watched < len(args):
@@ -113,16 +118,23 @@ class PartitionedFunction(PjittedFnWithContext):
             return self._dispatch(*args)
         except Exception as error:
             if not isinstance(error, ValueError) or not self._adopt_static_fields(args):
-                self._raise_cause(error, args, {})
+                try:
+                    self._raise_cause(error, args, {})
+                except Exception as found:
+                    keep_user_frames(found)
+                    raise
+                keep_user_frames(error)
                 raise
         return self._apply('__call__', args, {})
 
+    @hide_own_frames
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers for arrays or ShapeDtypeStructs; see `jax.jit`."""
         if isinstance(self.boundary.mesh, AbstractMesh):
             return self.trace(*args, **kwargs).lower(lowering_platforms=(jax.default_backend(),))
         return super().lower(*args, **kwargs)
 
+    @hide_own_frames
     def lower_and_compile(self, *args: Any, **kwargs: Any) -> jax.stages.Compiled:
         """Lowers and compiles for arrays or ShapeDtypeStructs."""
         self._check_has_devices()
@@ -157,6 +169,7 @@ class PartitionedFunction(PjittedFnWithContext):
         self._dispatch = self._pjitted_fn
         return self._dispatch(*args)
 
+    @hide_own_frames
     def _apply(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Applies a method of the jitted function, also with keyword arguments."""
         try:

@@ -206,12 +206,14 @@ def explain(error: Exception) -> str | None:
         return f'the store cannot be used: {first_line(error)}'
     if not isinstance(error, USER_ERRORS):
         return None
-    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    frames = traceback.extract_tb(error.__traceback__)
+    raised_in = Path(frames[-1].filename if frames else __file__)
     root = Path(__file__).parents[2]
     # gin appends lines that name the configurable it was calling.
     text, _, called = str(error).partition("\n  In call to configurable '")
     message, called = ' '.join(text.split()), called.partition("'")[0]
-    if any(raised_in.is_relative_to(root / package) for package in _PACKAGES):
+    explains_itself = error.__dict__.get('explains_itself', False)
+    if explains_itself or any(raised_in.is_relative_to(root / p) for p in _PACKAGES):
         from train.gin.parsing import find_place
 
         place = find_place(message)
