@@ -182,6 +182,8 @@ class DimensionNames:
                 return _Roles(None, ends[reads], name, expert=expert)
         elif width is not None and matrix.reads != matrix.writes:
             reads = matrix.reads == width
+            if not reads and (words.is_input or len(dims) > len(ends) + (expert is not None)):
+                return _Roles(matrix.outputs, None)  # channels or patches are not of a layer
             name = 'vocab' if reads and structure.writes_tokens(path) else name
         elif width is None and words.use != 'logits':
             inner = [d for d in ends if structure.is_inner(path, shape[d])]

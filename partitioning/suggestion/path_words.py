@@ -36,6 +36,7 @@ _NORM = re.compile(r'norm|(^|_)(ln|rms)(_|$|\d)')
 _NOT_OF_THE_WIDTH = re.compile(r'batch|group|(^|_)(bn|gn|q|k)(_|$)')  # of channels, or of a head
 _NORM_SCALE = {'scale', 'weight', 'w', 'gamma', 'g', 'kernel'}
 _ROUTER = re.compile(r'router|^(expert_)?gate$|^gating$')
+_INPUT = re.compile(r'patch|stem|(^|_)x_embed|(^|_)(input|image|pixel)s?_(embed|proj)')
 _EXPERTS = re.compile(r'expert|moe')
 
 
@@ -49,6 +50,7 @@ class PathWords(NamedTuple):
       is_norm: whether it scales what has the width of the model, as norms do.
       is_router: whether its module chooses experts.
       in_experts: whether the array belongs to experts.
+      is_input: whether its module reads the input of the model, such as patches of images.
     """
 
     use: Use | None
@@ -56,6 +58,7 @@ class PathWords(NamedTuple):
     is_norm: bool = False
     is_router: bool = False
     in_experts: bool = False
+    is_input: bool = False
 
 
 @functools.lru_cache(maxsize=4096)
@@ -80,6 +83,7 @@ def read_path(path: str) -> PathWords:
         is_norm=_is_norm_scale(keys, last),
         is_router=bool(_ROUTER.search(module)),
         in_experts=use != 'attention' and any(map(_EXPERTS.search, keys)),
+        is_input=any(map(_INPUT.search, keys)),
     )
 
 

@@ -293,6 +293,7 @@ CASES = {
             'blocks_1/mlp/Dense_0/kernel': INTO,
             'blocks_1/mlp/Dense_1/kernel': OUT_OF,
             'blocks_1/adaLN_modulation/kernel': INTO,
+            'x_embedder/kernel': (None, None, None, ('data', 'model')),  # not of the 16 channels
             't_embedder/Dense_0/kernel': INTO,
             't_embedder/Dense_1/kernel': OUT_OF,
             'final/linear/kernel': INTO,
