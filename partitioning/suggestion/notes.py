@@ -59,7 +59,7 @@ class Share:
         if self.per_device is None:
             return f'Replicated: {whole}, in arrays to which no rule gives a name or a mesh axis.'
         text = (
-            f'Replicated on {self.mesh}: {whole}. With the standard rules each device holds '
+            f'Replicated on {self.mesh}: {whole}. Each device holds '
             f'{self.per_device / self.total:.1%}; an even share is {self.even:.1%}.'
         )
         if self.by_fsdp is not None and self.by_fsdp < self.per_device:
