@@ -31,7 +31,7 @@ WISHES = [
     'docs/how-to/own_data.md',
 ]
 PAGES = [*WISHES, 'docs/how-to/own_loss.md']
-MESH, STEPS = r'\bnum_partitions=1\b', r'\btotal_steps=\d+'  # what a test changes in a program
+MESH, STEPS = r"'model': 1\b", r'\btotal_steps=\d+'  # what a test changes in a program
 LINES = 15
 find_files = functools.cache(sources.find_files)  # lists the standard library only once
 
@@ -51,7 +51,7 @@ def run_on(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, 'find_files', find_files)
 
     def run(block: Block, num_partitions: int) -> Ran:
-        code, meshes = re.subn(MESH, f'num_partitions={num_partitions}', block.code)
+        code, meshes = re.subn(MESH, f"'model': {num_partitions}", block.code)
         code, runs = re.subn(STEPS, 'total_steps=4, log_every=1', code)
         assert (meshes, runs) == (1, 1), f'{block.document}:{block.line}'
         folder = tmp_path / f'line {block.line}, model {num_partitions}'

@@ -296,6 +296,7 @@ class BasePartitioner(PartitionerObject, abc.ABC):
             train_step,
             plan.specs,
             spec,
+            self.mesh,
             is_default=data_spec is None,
             static_argnums=static_argnums,
             donate=donate,

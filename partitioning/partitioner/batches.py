@@ -8,8 +8,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from partitioning.programs.boundary import to_shardings
 from partitioning.programs.inner_layouts import is_resource
 from partitioning.rules import as_tuple, axis_sizes, num_shards, spec_str
+from partitioning.state.structures import TreeMismatchError, pair_leaves
 
 
 def batch_specs(batch: Any, spec: Any, mesh: Mesh, name: str, *, is_default: bool = False) -> Any:
@@ -28,13 +30,38 @@ def batch_specs(batch: Any, spec: Any, mesh: Mesh, name: str, *, is_default: boo
     Raises:
       ValueError: if nobody has chosen the spec, and the first dimension of an array does not fit.
     """
-    if not is_resource(spec) or spec is None:
+    if not is_resource(spec):
+        _check_structure(batch, spec, name)
         return spec
     if is_default:
         _check_sizes(batch, spec, mesh, name)
     if all(np.ndim(x) for x in jax.tree.leaves(batch)):
         return spec
     return jax.tree.map(lambda x: spec if np.ndim(x) else PartitionSpec(), batch)
+
+
+def check_data_spec(spec: Any, mesh: Mesh) -> None:
+    """Raises ValueError if a data_spec is not specs, or if the mesh cannot have one of them."""
+    for path, x in jax.tree_util.tree_leaves_with_path(spec, is_leaf=is_resource):
+        if not is_resource(x):
+            where = f'data_spec{jax.tree_util.keystr(path)}'
+            write = f': write P({x!r})' if isinstance(x, str) else ''
+            raise ValueError(f'{where} must be a PartitionSpec, not {x!r}{write}')
+    to_shardings({'data_spec': spec}, mesh, allow_unconstrained=True)
+
+
+def _check_structure(batch: Any, spec: Any, name: str) -> None:
+    """Raises ValueError if the structure of a tree of specs does not begin that of the batch."""
+    try:
+        specs = jax.tree.map(lambda x: x or PartitionSpec(), spec, is_leaf=is_resource)
+        for _ in pair_leaves(specs, batch, prefix=True, static_fields=False):
+            pass
+    except TreeMismatchError as error:
+        raise ValueError(
+            f'data_spec{jax.tree_util.keystr(error.path)} has {error.first}, but {name} has '
+            f'{error.second}: give data_spec the structure of {name}, or one PartitionSpec for all '
+            'of its arrays'
+        ) from None
 
 
 def _check_sizes(batch: Any, spec: PartitionSpec, mesh: Mesh, name: str) -> None:

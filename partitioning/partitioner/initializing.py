@@ -43,6 +43,8 @@ def is_init_function(x: Any, args: tuple[Any, ...]) -> bool:
                 f'a state, {_describe(x)}, takes no further arguments, but there are {len(args)}: '
                 'pass only the state, or the function that makes it, as in (init, key)'
             )
+        if x is None or isinstance(x, str | bytes):
+            raise ValueError(f'{x!r} is neither a state nor a function that makes one')
         return False
     return bool(args) or not any(hasattr(leaf, 'shape') for leaf in jax.tree.leaves(x))
 

@@ -67,6 +67,11 @@ def read_mesh(mesh: MeshSetting | None, t5x_settings: Mapping[str, Any]) -> AnyM
                 f'{mesh} and num_partitions={given["num_partitions"]} are given: keep one'
             )
         mesh, given = None, {'num_partitions': mesh, **given}
+    if mesh is None and not given.keys() - {'backend'}:
+        raise ValueError(
+            'At least one of num_partitions, model_parallel_submesh, ici_mesh_shape (with '
+            "dcn_mesh_shape) or mesh must be set: write a mesh, such as {'data': -1, 'model': 2}"
+        )
     if mesh is None:
         if given.keys() == {'num_partitions'}:
             return _mesh_of_partitions(**given)

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from partitioning.constraints import lay_out
-from partitioning.partitioner.batches import batch_specs
+from partitioning.partitioner.batches import batch_specs, check_data_spec
 from partitioning.partitioner.initializing import array_str, check_only_arrays
 from partitioning.programs.contexts import PjittedFnWithContext
 from partitioning.programs.partitioned_function import PartitionedCallable
@@ -47,6 +48,7 @@ class Step(PjittedFnWithContext):
       train_step: the step of the user.
       specs: the specs of the state.
       data_spec: the spec of the batch, or a tree of them.
+      mesh: the mesh of all specs.
       is_default: whether the user gave no `data_spec`.
       static_argnums: the positions of compile-time constants.
       donate: whether the state is donated.
@@ -58,12 +60,17 @@ class Step(PjittedFnWithContext):
         train_step: Callable[..., Any],
         specs: Any,
         data_spec: Any,
+        mesh: Mesh,
         *,
         is_default: bool,
         static_argnums: int | Sequence[int],
         donate: bool,
     ):
-        self._arguments = arguments = Arguments(train_step)
+        if not callable(train_step):
+            raise ValueError(f'train_step must be a function, not {train_step!r}')
+        check_data_spec(data_spec, mesh)
+        self._mesh, self._arguments = mesh, Arguments(train_step)
+        arguments = self._arguments
         self._static = arguments.check_indices(static_argnums, 'static_argnums')
         if {0, 1} & {*self._static}:
             raise ValueError(
@@ -88,8 +95,8 @@ class Step(PjittedFnWithContext):
 
         self._partition_for, self._data_spec = partition_for, data_spec
         self._is_default, self._is_laid_out = is_default, False
+        self._structure: Any = None  # of the batch, if it has scalars
         self._pjitted_fn = partition_for(data_spec)
-        self._mesh = self._pjitted_fn.boundary.mesh
         functools.update_wrapper(self, self._pjitted_fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,6 +110,7 @@ class Step(PjittedFnWithContext):
             self._raise_static(error, args, kwargs)
             raise
         except Exception as error:
+            self._check_structure(args, kwargs)
             keep_user_frames(error)
             raise
         return pair[1].with_state(pair[0]) if type(pair[1]) is _Rest else pair
@@ -137,7 +145,19 @@ class Step(PjittedFnWithContext):
         )
         if specs is not self._data_spec:
             self._pjitted_fn = self._partition_for(specs)
+            self._structure = jax.tree.structure(given[name])
         self._is_laid_out = True
+
+    def _check_structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises ValueError if scalars are laid out by a batch of another structure."""
+        name = self._arguments.name(1)
+        batch = self._arguments.by_name(args, kwargs).get(name)
+        first, now = self._structure, jax.tree.structure(batch)
+        if first is not None and first != now:
+            raise ValueError(
+                f'{self._arguments.function}: {name} has the structure {now}, but it was {first} '
+                'in the first call, in which scalars were laid out: call setup again for this one'
+            )
 
     def _arrange(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

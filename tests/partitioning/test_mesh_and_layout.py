@@ -84,7 +84,7 @@ def test_values_that_are_not_meshes(mesh, said):
         (2, {'num_partitions': 2}, r'^2 and num_partitions=2 are given: keep one'),
         (SIZES, {'num_partitions': 2}, '^mesh= already determines num_partitions; remove'),
         ('v5e:2x4', {'backend': 'cpu'}, '^mesh= already determines backend; remove'),
-        (None, {}, 'At least one of num_partitions'),
+        (None, {}, r"At least one of num_partitions.*\{'data': -1, 'model': 2\}"),
     ],
 )
 def test_meshes_that_are_decided_twice_or_never(mesh, settings, said):

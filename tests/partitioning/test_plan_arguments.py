@@ -89,3 +89,9 @@ def test_an_init_function_has_a_plan_that_makes_the_state(function):
 def test_a_state_takes_no_arguments():
     with pytest.raises(ValueError, match=r'a dict, takes no .* arguments.* 1: .*\(init, key\)'):
         PjitPartitioner(SIZES, 'fsdp').plan(init(KEY), KEY)
+
+
+@pytest.mark.parametrize('wrong', ['state', None])
+def test_what_is_neither_a_state_nor_a_function(wrong):
+    with pytest.raises(ValueError, match='neither a state nor a function that makes one'):
+        PjitPartitioner(SIZES, 'fsdp').plan(wrong)

@@ -92,6 +92,34 @@ def test_sizes_that_do_not_divide_are_named(batch, said, method):
     run(state, ROWS)  # the state was not donated, and another batch is fine
 
 
+@pytest.mark.parametrize(
+    'data_spec, said',
+    [
+        ('data', r"^data_spec must be a PartitionSpec, not 'data': write P\('data'\)"),
+        ({'x': 3}, r"^data_spec\['x'\] must be a PartitionSpec, not 3$"),
+        (P('date'), "data_spec: .*mesh axis 'date' does not exist.*Did you mean 'data'"),
+    ],
+)
+def test_values_that_are_not_specs_of_a_batch(data_spec, said):
+    with pytest.raises(ValueError, match=said):
+        FSDP.setup(init, step, KEY, data_spec=data_spec)
+
+
+def test_specs_of_another_batch():
+    state, run, _ = FSDP.setup(init, lambda s, b: s, KEY, data_spec={'x': P('data')})
+    with pytest.raises(ValueError, match=r"^data_spec has 'x', but b has no 'x': give data_spec"):
+        run(state, {'y': ROWS})
+    state, run, _ = FSDP.setup(init, lambda s, b: s, KEY)
+    state = run(state, {'x': ROWS, 'lr': 1.0})
+    with pytest.raises(ValueError, match=r'b has the structure .*lr.* first call.*setup again'):
+        run(state, {'x': ROWS})
+
+
+def test_a_step_that_is_not_a_function():
+    with pytest.raises(ValueError, match=r'^train_step must be a function, not None'):
+        FSDP.setup(init, None, KEY)
+
+
 def test_a_padded_batch():
     spec = FSDP.padded_data_partition_spec
     state, run, _ = FSDP.setup(init, lambda s, x: (s, x.sum()), KEY, data_spec=spec)
