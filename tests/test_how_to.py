@@ -210,7 +210,11 @@ MISTAKES = [  # the page, the change of its program, and what the message says
     ),
     ('own_metric', ("return {'spearman'", "{'spearman'"), "'ranking' returns None: .* numbers"),
     ('own_data', ('=Darts()', '=Darts'), r'training is a class: write Darts\(\)'),
-    ('own_data', ('{', "({'i': i} if i % 2 else {}) | {"), r'have hit .* i .* and hit .* place'),
+    (
+        'own_data',
+        ('return {', "return ({'i': i} if i % 2 else {}) | {"),
+        r'have hit .* i .* and hit .* place',
+    ),
     ('own_loss', (', key)\n\n', ", key)['params']\n\n"), r"returns \['Dense_0', .* key 'params'"),
     ('own_loss', ('return Loss', 'return {} and Loss'), 'returns a dict: .* return Loss'),
 ]
