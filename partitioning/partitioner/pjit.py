@@ -20,13 +20,13 @@ from partitioning.partitioner.chosen_rules import (
     describe_layout,
     with_slices,
 )
+from partitioning.partitioner.layout_parts import read_parts
 from partitioning.partitioner.settings import (
     LayoutSetting,
     LaysOutStates,
     MeshSetting,
     by_partition_rules,
     default_mesh_of,
-    read_layout,
     read_mesh,
 )
 from partitioning.partitioner.t5x_settings import (
@@ -52,8 +52,6 @@ from partitioning.rules import (
     AxisRules,
     LogicalAxisRules,
     MeshAxes,
-    OnIndivisible,
-    OnUnmatched,
     as_tuple,
     logical_to_mesh_axes,
     standard_logical_axis_rules,
@@ -102,7 +100,7 @@ class PjitPartitioner(BasePjitPartitioner):
         **t5x: Unpack[T5xSettings],
     ):
         check_settings(t5x, T5xSettings, type(self).__name__)
-        self._layout, self._given_rules = read_layout(layout, t5x.get('logical_axis_rules'))
+        self._layout, self._given_rules = read_parts(layout, t5x)
         if mesh is None and not decide_shape(t5x):
             mesh = default_mesh_of(self._layout)
         super().__init__(mesh, **of_mesh(t5x))
@@ -112,9 +110,6 @@ class PjitPartitioner(BasePjitPartitioner):
         cls,
         rules: PartitionRules,
         mesh: MeshSetting | None = None,
-        *,
-        on_unmatched: OnUnmatched | None = None,
-        on_indivisible: OnIndivisible | None = None,
         **t5x: Unpack[T5xSettings],
     ) -> Self:
         """A partitioner by regular expressions on paths, as in EasyLM and FJFormer.
@@ -127,12 +122,11 @@ class PjitPartitioner(BasePjitPartitioner):
           rules: (regular expression, PartitionSpec) pairs, as `layout` of the class takes them.
             Here, a tuple, a list, a string or None can replace a spec.
           mesh: as for the class.
-          on_unmatched, on_indivisible: the policies for arrays that no rule matches, and for sizes.
           **t5x: as for the class. `logical_axis_rules=[('batch', axes)]` shards the batch, which is
             otherwise sharded over axes with usual names, such as 'dp', 'fsdp' and 'data'.
+            `on_unmatched` and `on_indivisible` are for arrays that no rule matches, and for sizes.
         """
-        policies = AxisRules((), on_unmatched, on_indivisible)
-        return cls(mesh, by_partition_rules(rules, policies), **t5x)
+        return cls(mesh, by_partition_rules(rules), **t5x)
 
     # The rules.
 

@@ -137,7 +137,8 @@ def read_layout(
     if isinstance(layout, str):
         if layout not in _WORDS:
             instead = f'. Write Plan.load({layout!r})' if layout.endswith('.json') else ''
-            raise ValueError(f'{_must_be(layout)}{instead or nearest(layout, _WORDS)}')
+            hint = nearest(layout, _WORDS)
+            raise ValueError(f'{_must_be(layout)}{instead or (hint and f".{hint}")}')
         _check_no_rules(f'layout={layout!r}', given)
         return cast(LayoutWord, layout), None
     if isinstance(layout, Mesh | AbstractMesh | MeshConfig | Topology):

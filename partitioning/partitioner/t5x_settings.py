@@ -10,7 +10,16 @@ from typing import Any, TypedDict, cast
 
 from partitioning.hardware import HardwareMesh
 from partitioning.mesh import MeshConfig
-from partitioning.rules import LogicalAxisRules, MeshLike, axis_sizes, nearest
+from partitioning.plan import Plan
+from partitioning.rules import (
+    LogicalAxisRules,
+    MeshLike,
+    OnIndivisible,
+    OnUnmatched,
+    PathRules,
+    axis_sizes,
+    nearest,
+)
 
 
 class MeshSettings(TypedDict, total=False):
@@ -37,16 +46,25 @@ class MeshSettings(TypedDict, total=False):
 
 
 class T5xSettings(MeshSettings, total=False):
-    """T5X's arguments of PjitPartitioner.
+    """T5X's arguments of PjitPartitioner, and parts of a layout as arguments of their own.
 
     Attributes:
       logical_axis_rules: the layout, if it is rules. Next to a layout that is a plan or partition
         rules, they lay out the batch and activations.
       use_shardy_partitioner: True or None: JAX partitions every program with Shardy.
+      plan: the layout, if it is a Plan.
+      params_axes_names_override: `names` of the AxisRules that are the layout.
+      optimizer_axis_rules: `optimizer` of these AxisRules.
+      on_unmatched, on_indivisible: their policies, and those of partition rules.
     """
 
     logical_axis_rules: LogicalAxisRules | None
     use_shardy_partitioner: bool | None
+    plan: Plan | None
+    params_axes_names_override: PathRules
+    optimizer_axis_rules: LogicalAxisRules | None
+    on_unmatched: OnUnmatched | None
+    on_indivisible: OnIndivisible | None
 
 
 # The settings that decide the shape of a mesh; `backend` decides only its devices.
@@ -58,24 +76,13 @@ def check_settings(given: Mapping[str, Any], known: type, owner: str) -> None:
     names = known.__annotations__.keys() | MeshSettings.__annotations__.keys()
     for name in given:
         if name not in names:
-            instead = _MOVED.get(name)
-            hint = f'. Write {instead}' if instead else nearest(name, {'mesh', 'layout', *names})
-            raise TypeError(f'{owner} has no argument {name!r}{hint}')
+            hint = nearest(name, {'mesh', 'layout', *names})
+            raise TypeError(f'{owner} has no argument {name!r}{"." if hint else ""}{hint}')
     if given.get('use_shardy_partitioner') not in (None, True):
         raise ValueError(
             f'use_shardy_partitioner={given["use_shardy_partitioner"]!r} has no effect, because '
             'JAX partitions every program with Shardy: remove it'
         )
-
-
-# What is part of the layout.
-_MOVED = {
-    'plan': 'layout=plan',
-    'optimizer_axis_rules': 'layout=AxisRules(rules, optimizer=...)',
-    'params_axes_names_override': 'layout=AxisRules(names=...)',
-    'on_unmatched': 'layout=AxisRules(rules, on_unmatched=...)',
-    'on_indivisible': 'layout=AxisRules(rules, on_indivisible=...)',
-}
 
 
 def of_mesh(settings: T5xSettings) -> MeshSettings:

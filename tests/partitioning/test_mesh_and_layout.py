@@ -185,16 +185,53 @@ def test_layouts_that_are_malformed_or_decided_twice(layout, settings, said):
 
 @pytest.mark.parametrize(
     'name, said',
-    [
-        ('num_partition', "Did you mean 'num_partitions'"),
-        ('plan', 'Write layout=plan'),
-        ('on_unmatched', r'AxisRules\(rules, on_unmatched=...\)'),
-        ('params_axes_names_override', r'AxisRules\(names=...\)'),
-    ],
+    [('num_partition', "Did you mean 'num_partitions'"), ('rules', '$')],
 )
 def test_arguments_that_do_not_exist(name, said):
     with pytest.raises(TypeError, match=f'^PjitPartitioner has no argument {name!r}.*{said}'):
         PjitPartitioner(SIZES, **{name: None})
+
+
+NAMES = [('.*kernel', ('embed', 'mlp'))]
+
+
+@pytest.mark.parametrize(
+    'settings, layout',
+    [
+        ({'params_axes_names_override': NAMES}, AxisRules(names=NAMES)),
+        ({'optimizer_axis_rules': RULES}, AxisRules(optimizer=RULES)),
+        (
+            {'logical_axis_rules': RULES, 'on_unmatched': 'replicate', 'on_indivisible': 'pad'},
+            AxisRules(RULES, 'replicate', 'pad'),
+        ),
+        ({'layout': RULES, 'params_axes_names_override': NAMES}, AxisRules(RULES, names=NAMES)),
+        ({'plan': PLAN}, PLAN),
+    ],
+)
+def test_parts_of_a_layout_may_be_arguments(settings, layout):
+    mesh = None if layout is PLAN else SIZES
+    assert repr(PjitPartitioner(mesh, **settings)) == repr(PjitPartitioner(mesh, layout))
+
+
+@pytest.mark.parametrize(
+    'settings, said',
+    [
+        ({'plan': PLAN, 'layout': 'fsdp'}, 'plan= already determines'),
+        ({'plan': PLAN, 'optimizer_axis_rules': RULES}, 'remove optimizer_axis_rules'),
+        ({'plan': 'plan.json'}, r'write Plan.load\(path\)'),
+        ({'layout': 'fsdp', 'on_unmatched': 'replicate'}, 'remove on_unmatched or layout'),
+        ({'layout': PARTITION_RULES, 'params_axes_names_override': NAMES}, 'remove params_axes'),
+        (
+            {'layout': AxisRules(names=NAMES), 'params_axes_names_override': NAMES},
+            'params_axes_names_override and names= of the rules are both given',
+        ),
+        ({'on_unmatched': 'ignore'}, "on_unmatched must be .*, not 'ignore'"),
+    ],
+)
+def test_parts_of_a_layout_that_are_given_twice(settings, said):
+    with pytest.raises(ValueError, match=said) as error:
+        PjitPartitioner(SIZES, **settings)
+    assert '\n' not in str(error.value)
 
 
 # The names of T5X.

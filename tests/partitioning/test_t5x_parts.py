@@ -93,7 +93,7 @@ def test_keyword_parameters_of_the_partitioner():
         'use_shardy_partitioner': None,
     }
     partitioner = PjitPartitioner(**given)
-    assert T5xSettings.__annotations__.keys() == given.keys()
+    assert T5xSettings.__annotations__.keys() >= given.keys()
     assert dict(partitioner.mesh.shape) == {'data': 4, 'model': 2}
     assert (partitioner._backend, partitioner.params_on_devices) == ('cpu', False)
     assert partitioner.logical_axis_rules == tuple(RULES)
