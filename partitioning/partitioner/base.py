@@ -269,7 +269,8 @@ class BasePartitioner(PartitionerObject, abc.ABC):
           init_or_state: as for `plan`. An existing state is moved into its shards; do not use it
             afterwards, because its arrays may be donated.
           train_step: maps (state, batch, ...) to the new state, or to a tuple that begins with it,
-            such as (state, metrics). It is traced inside the mesh and the rules.
+            such as (state, metrics). It is traced inside the mesh and the rules. Random keys and
+            scalars may stand before the batch.
           *args: the arguments of the init function.
           data_spec: the layout of the batch, by default `data_partition_spec`: one PartitionSpec
             for all arrays but scalars, which are replicated, or a tree of them. P(None, 'data') is

@@ -13,6 +13,18 @@ from partitioning.programs.inner_layouts import is_resource
 from partitioning.rules import as_tuple, axis_sizes, num_shards, spec_str
 from partitioning.state.structures import TreeMismatchError, pair_leaves
 
+_OLD_KEYS = ((2,), (4,))  # of 'threefry2x32', and of 'rbg' and 'unsafe_rbg'
+
+
+def has_rows(argument: Any) -> bool:
+    """Whether an argument of a step has an array that is neither a scalar nor a random key."""
+    return any(np.ndim(x) and not _is_old_key(x) for x in jax.tree.leaves(argument))
+
+
+def _is_old_key(x: Any) -> bool:
+    """Whether an array is one key of `jax.random.PRNGKey`: some words in uint32."""
+    return getattr(x, 'dtype', None) == np.uint32 and np.shape(x) in _OLD_KEYS
+
 
 def batch_specs(batch: Any, spec: Any, mesh: Mesh, name: str, *, is_default: bool = False) -> Any:
     """The specs of the arrays of a batch.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from partitioning.constraints import lay_out
-from partitioning.partitioner.batches import batch_specs, check_data_spec
+from partitioning.partitioner.batches import batch_specs, check_data_spec, has_rows
 from partitioning.partitioner.initializing import array_str, check_only_arrays
 from partitioning.programs.contexts import PjittedFnWithContext
 from partitioning.programs.partitioned_function import PartitionedCallable
@@ -83,11 +83,11 @@ class Step(PjittedFnWithContext):
         # returns another form, that form is restored after every call.
         pairs = returning_pairs(train_step, specs)
 
-        def partition_for(data_spec: Any) -> PartitionedCallable:
-            others = self._needed - 2 - len(self._static)
+        def partition_for(data_spec: Any, position: int) -> PartitionedCallable:
+            others = [i for i in range(1, self._needed) if i not in self._static]
             return partition(
                 pairs,
-                (specs, data_spec, *[None] * others),
+                (specs, *(data_spec if i == position else None for i in others)),
                 (specs, None),
                 static_argnums=self._static,
                 donate_argnums=(0,) if donate else (),
@@ -95,8 +95,9 @@ class Step(PjittedFnWithContext):
 
         self._partition_for, self._data_spec = partition_for, data_spec
         self._is_default, self._is_laid_out = is_default, False
+        self._batch_name = arguments.name(1)
         self._structure: Any = None  # of the batch, if it has scalars
-        self._pjitted_fn = partition_for(data_spec)
+        self._pjitted_fn = partition_for(data_spec, 1)
         functools.update_wrapper(self, self._pjitted_fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -137,20 +138,25 @@ class Step(PjittedFnWithContext):
         if self._is_laid_out:
             return
         given = self._arguments.by_name(args, kwargs)
-        name = self._arguments.name(1)
-        if name not in given:
+        names = {i: self._arguments.name(i) for i in range(1, self._needed)}
+        if names[1] not in given:
             return  # jax says that an argument is missing
+        arrays = (i for i in names if i not in self._static and has_rows(given.get(names[i])))
+        position = next(arrays, 1)
+        name = names[position]
         specs = batch_specs(
             given[name], self._data_spec, self._mesh, name, is_default=self._is_default
         )
+        if specs is not self._data_spec or position != 1:
+            self._pjitted_fn = self._partition_for(specs, position)
         if specs is not self._data_spec:
-            self._pjitted_fn = self._partition_for(specs)
             self._structure = jax.tree.structure(given[name])
+        self._batch_name = name
         self._is_laid_out = True
 
     def _check_structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises ValueError if scalars are laid out by a batch of another structure."""
-        name = self._arguments.name(1)
+        name = self._batch_name
         batch = self._arguments.by_name(args, kwargs).get(name)
         first, now = self._structure, jax.tree.structure(batch)
         if first is not None and first != now:

@@ -116,7 +116,8 @@ def check_not_pmapped(fn: Callable[..., Any]) -> None:
         raise ValueError(
             f'{name} is a jax.pmap object, which takes arrays with a dimension of devices, but '
             'arrays in a partitioned function are global: pass its `.__wrapped__`, or remove '
-            'jax.pmap, and remove its lax.pmean and lax.psum'
+            'jax.pmap; if it calls lax.pmean or lax.psum, pass jax.vmap(fn.__wrapped__, None, '
+            "None, axis_name='batch', axis_size=1) with the name of its axis, or remove them"
         )
 
 

@@ -1,5 +1,7 @@
 """Steps that were written for pmap, or for a mesh of their own: right, or told."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,6 +49,21 @@ def test_a_pmap_object():
         assert 'is a jax.pmap object' in message and '.__wrapped__' in message
     np.testing.assert_allclose(run(PMAPPED.__wrapped__)['w'], 1 + X.mean())
     assert run(jax.jit(update))['n'] == 1  # jit also has `.lower` and `.__wrapped__`
+
+
+def test_a_step_with_pmean_as_it_is():
+    @functools.partial(jax.pmap, axis_name='rows')
+    def step(state, x):
+        with_index = x.sum() + jax.lax.axis_index('rows')
+        return {'w': state['w'] + jax.lax.psum(with_index, 'rows'), 'n': state['n'] + 1}, x
+
+    message, _ = error_of(PjitPartitioner(layout='fsdp').setup, init, step, 0)
+    assert 'jax.vmap(fn.__wrapped__, None, None, axis_name=' in message
+    message, _ = error_of(run, step.__wrapped__)
+    assert "jax.vmap(fn, None, None, axis_name='rows', axis_size=1)" in message
+    state, x = run(jax.vmap(step.__wrapped__, None, None, axis_name='rows', axis_size=1))
+    np.testing.assert_allclose(state['w'], np.full((8, 8), 1 + X.sum()), atol=1e-5)
+    np.testing.assert_array_equal(x, X)
 
 
 def test_a_pmap_inside():

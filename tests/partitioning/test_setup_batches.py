@@ -55,6 +55,30 @@ def test_arrays_of_other_sizes_are_laid_out_by_their_own_size():
     assert inputs(run, state, graph) == dict.fromkeys(graph, P('data'))
 
 
+@pytest.mark.parametrize(
+    'key', [KEY, jax.random.PRNGKey(0), {'dropout': jax.random.PRNGKey(0)}, np.float32(1)]
+)
+def test_keys_and_scalars_before_the_batch(key):
+    def keyed(state, key, scale, x):
+        return {'w': state['w'] + scale * x.T @ x}
+
+    state, run, _ = FSDP.setup(init, keyed, KEY, static_argnums=2)
+    lowered = run.lower(state, key, 3, ROWS).compile()
+    specs = jax.tree.map(lambda s: s.spec, lowered.input_shardings[0])
+    assert specs[2] == P('data')
+    before = np.asarray(state['w'])
+    state = run(state, key, 3, ROWS)
+    close(state['w'], before + 3 * ROWS.T @ ROWS)
+    run(state, key, 3, ROWS)
+    check_compiled_once(run)
+
+
+def test_a_batch_after_a_key_that_does_not_divide():
+    _, run, _ = FSDP.setup(init, lambda state, key, x: (state, x), KEY)
+    with pytest.raises(ValueError, match=r'^x has shape \(9, 64\), but 8 data shards'):
+        run(init(KEY), jax.random.PRNGKey(0), np.ones((9, 64)))
+
+
 @pytest.mark.parametrize('data_spec', [P(None, 'data'), {'a': P(None, 'data'), 'b': P()}])
 def test_batches_of_steps_that_are_scanned(data_spec):
     rows = np.stack([ROWS * n for n in range(1, 6)])

@@ -138,8 +138,9 @@ def _known_error(error: Exception, boundary: Boundary, args: Sequence[Any]) -> s
         return (
             f'{place_of(error)}: there is no axis {axis!r} as in pmap. Arrays in a partitioned '
             'function are global, so a mean over the batch already covers all devices: remove '
-            f'lax.pmean(x, {axis!r}) and axis_name={axis!r}. Inside shard_map, use the axes of the '
-            f'mesh, {describe_axes(boundary.mesh)}'
+            f'lax.pmean(x, {axis!r}) and axis_name={axis!r}, or leave the function as it is and '
+            f'pass jax.vmap(fn, None, None, axis_name={axis!r}, axis_size=1), in which they do '
+            f'nothing. Inside shard_map, use the axes of the mesh, {describe_axes(boundary.mesh)}'
         )
     if isinstance(error, ValueError) and 'mesh' in str(error):
         # Of arguments on another mesh, which jax refuses inside if that mesh has Explicit axes.
