@@ -141,7 +141,7 @@ class _Missing:
     """The default of an argument that has two names."""
 
     def __repr__(self) -> str:
-        return 'required'
+        return 'not given'
 
 
 MISSING: Any = _Missing()
