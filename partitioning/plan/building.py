@@ -182,7 +182,7 @@ def match_rows(entries: Sequence[Entry], rows: Sequence[PlanRow]) -> dict[Path, 
             by_suffix.setdefault(suffix, []).append(one)
     parameters = parameter_roots(entries).keys()
     found: dict[Path, PlanRow] = {}
-    for path, _, array, shape, carrier in entries:
+    for path, _, array, shape, carrier, _ in entries:
         if carrier == 'metadata':
             continue
         name, is_parameter = '/'.join(path), path in parameters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -36,13 +37,11 @@ from partitioning.rules import (
     raise_problem,
     try_resolve,
 )
-from partitioning.state import Leaf, Parameter, Path, Role, key_names, nbytes, shape_of, walk
+from partitioning.state import Leaf, Parameter, Path, Role, nbytes, shape_of, walk
 from partitioning.state.boxes import (
-    Entry,
     FlatState,
     carried_names,
     flatten_state,
-    is_carrier,
 )
 from partitioning.state.naming import NoNamesError, parameter_roots
 from partitioning.state.path_names import replicating_rules
@@ -125,7 +124,7 @@ def _is_preconditioner(leaf: Leaf | Any) -> bool:
 def _parameters(flat: FlatState) -> Mapping[Path, Subject]:
     """The parameters of a state, or all of its arrays if nothing distinguishes them."""
     entries = [entry for entry in flat.entries if entry.carrier != 'metadata']
-    outside = _outside_optimizers(flat.state, entries)
+    outside = [entry for entry in entries if not entry.in_optimizer]
     # A step number or a random key next to the trees of the state is not a parameter.
     others = [e for e in outside if len(e.path) != 1 or _is_inexact(e.array)]
     roots = parameter_roots(others or entries)
@@ -133,7 +132,7 @@ def _parameters(flat: FlatState) -> Mapping[Path, Subject]:
     stacked = stacked_dimensions({'/'.join(path): held[path].shape for path in roots})
     subjects = {}
     for path, root in roots.items():
-        _, leaf, array, _, carrier = held[path]
+        _, leaf, array, _, carrier, _ = held[path]
         carried = carried_names(leaf, path) if carrier else None
         names = () if carried is None else carried.names
         named = next((dim for dim, name in enumerate(names) if name in _STACKS), None)
@@ -144,20 +143,6 @@ def _parameters(flat: FlatState) -> Mapping[Path, Subject]:
 
 def _is_inexact(x: Any) -> bool:
     return hasattr(x, 'dtype') and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
-
-
-def _outside_optimizers(state: Any, entries: Sequence[Entry]) -> list[Entry]:
-    """The leaves that are not in a NamedTuple like those that hold the state of optax."""
-
-    def is_optimizer(x: Any) -> bool:
-        named = isinstance(x, tuple) and hasattr(x, '_fields')
-        return named and x is not state and type(x).__name__.endswith('State')
-
-    flat = jax.tree_util.tree_leaves_with_path(
-        state, is_leaf=lambda x: is_carrier(x) or is_optimizer(x)
-    )
-    inside = {key_names(path) for path, x in flat if is_optimizer(x)}
-    return [e for e in entries if not any(e.path[:n] in inside for n in range(len(e.path) + 1))]
 
 
 def stacked_dimensions(shapes: Mapping[str, Shape]) -> dict[str, int]:
@@ -222,7 +207,32 @@ def build_plan(
         if not replicate:
             raise
         return lay_out_state(state, RuleLayout((), rules.rules), rules, mesh, report)
+    if rules.rules.optimizer is not None:
+        _check_has_optimizer(tree)
     return _RuleBuilder(rules=rules, tree=tree, mesh=mesh, report=report).plan(tree, rules)
+
+
+def _check_has_optimizer(tree: StateTree[Leaf]) -> None:
+    """Raises ValueError if rules for the optimizer are given, but its state looks like parameters.
+
+    A state without an optimizer may be laid out by such rules; then there are no two trees alike.
+    """
+    leaves = [x for x in tree.leaves if isinstance(x, Leaf)]
+    if any(x.role == 'optimizer' or 'params' in x.path for x in leaves):
+        return
+    trees: dict[str, set[tuple[Path, Shape]]] = {}
+    for x in leaves:
+        if x.role == 'parameters' and len(x.path) > 1:
+            trees.setdefault(x.path[0], set()).add((x.path[1:], shape_of(x.array)))
+    alike = [(a, b) for a, b in itertools.combinations(trees, 2) if trees[a] == trees[b]]
+    if alike:
+        one, other = alike[0]
+        raise ValueError(
+            f'AxisRules(optimizer=...) applies to no array: the state has no state of optax, and '
+            f'{one} and {other} have the same {len(trees[one])} arrays. Keep the parameters under '
+            "the key 'params', as in {'params': ..., 'momentum': ...}, so that the arrays next to "
+            'them follow, or remove optimizer='
+        )
 
 
 def lint(rules: RuleSet, mesh: MeshLike, state: Any = None) -> tuple[Finding, ...]:

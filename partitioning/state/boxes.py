@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from partitioning.rules import LogicalAxisRules, check_rules
+from partitioning.state.optimizer_states import flags_of_leaves, may_be_optimizer_state
 
 Path = tuple[str, ...]
 Carrier = Literal['box', 'variable', 'metadata']
@@ -80,6 +81,7 @@ class Entry(NamedTuple):
       shape: the global shape of the array.
       carrier: what carries the names: a linen box, an nnx variable, or T5X's AxisMetadata, which
         names an array in another collection; None if `leaf` is the array.
+      in_optimizer: whether it is inside a state of optax, as far as the types of nodes tell.
     """
 
     path: Path
@@ -87,6 +89,7 @@ class Entry(NamedTuple):
     array: Any
     shape: tuple[int, ...]
     carrier: Carrier | None
+    in_optimizer: bool = False
 
 
 class FlatState(NamedTuple):
@@ -101,8 +104,22 @@ def flatten_state(state: Any) -> FlatState:
     """Collects the leaves of a state; a FlatState is returned unchanged."""
     if isinstance(state, FlatState):
         return state
-    flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_carrier)
-    return FlatState(state, [make_entry(key_names(path), x) for path, x in flat], treedef)
+    has_optimizer = False
+
+    def is_leaf(x: Any) -> bool:
+        nonlocal has_optimizer
+        has_optimizer = has_optimizer or may_be_optimizer_state(x)
+        return is_carrier(x)
+
+    flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_leaf)
+    entries = [make_entry(key_names(path), x) for path, x in flat]
+    if has_optimizer:
+        flags = flags_of_leaves(state, is_carrier)
+        entries = [
+            entry._replace(in_optimizer=True) if inside else entry
+            for entry, inside in zip(entries, flags, strict=True)
+        ]
+    return FlatState(state, entries, treedef)
 
 
 # The paths and shapes of the arrays of known states -> the box of each array, or None.

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
+
 from partitioning.rules import PathRules, ProblemError
 from partitioning.state.boxes import (
     Entry,
@@ -213,7 +215,7 @@ def _carried(entries: Sequence[Entry]) -> dict[Path, Parameter]:
     has_metadata = any(entry.carrier == 'metadata' for entry in carriers)
     shapes = {entry.path: entry.shape for entry in entries} if has_metadata else {}
     named: dict[Path, Parameter] = {}
-    for path, leaf, array, _, carrier in carriers:
+    for path, leaf, array, _, carrier, _ in carriers:
         if isinstance(getattr(leaf, 'names', None), str):
             raise ValueError(
                 f'{"/".join(path)}: names must be a tuple, such as ({leaf.names!r},), not '
@@ -245,8 +247,9 @@ def _roots(
 
     The parameters are below the key 'params' that is nearest to the top of the state, because
     states of optimizers may contain that key at greater depth. If no path contains it, all paths
-    are parameters, in one tree. With `overridden`, path rules name arrays, so that arrays without
-    names can be parameters too.
+    are parameters, in one tree. The arrays inside states of optimizers are not, unless there are
+    no others. With `overridden`, path rules name arrays, so that arrays without names can be
+    parameters too.
     """
     variables = [entry for entry in entries if entry.carrier == 'variable']
     optimizer = {entry.path for entry in variables if is_optimizer_variable(entry.leaf)}
@@ -256,6 +259,7 @@ def _roots(
         shapes = {path: entry.shape for path, entry in _arrays(entries).items()}
         paths = [entry.path for entry in variables if is_parameter_variable(entry.leaf)]
         paths = paths or [path for path in shapes if path not in optimizer]
+    paths = _outside_optimizers(entries, paths)
     depths = {path: path.index('params') + 1 for path in paths if 'params' in path}
     if not depths:
         keys = zip(*(path[:-1] for path in paths), strict=False)
@@ -268,3 +272,20 @@ def _roots(
         if all(shapes.get((*above, *path[least:])) == shapes[path] for path in roots):
             return {path: above for path in paths if path[: len(above)] == above}
     return roots
+
+
+def _outside_optimizers(entries: Sequence[Entry], paths: Sequence[Path]) -> Sequence[Path]:
+    """The paths that are not inside states of optimizers, or all of them if there are no others.
+
+    A step number or a random key next to the trees of the state is not a parameter either.
+    """
+    inside = {entry.path for entry in entries if entry.in_optimizer}
+    if not inside:
+        return paths
+    numbers = {e.path for e in entries if len(e.path) == 1 and not _is_inexact(e.array)}
+    outside = [path for path in paths if path not in inside]
+    return [path for path in outside if path not in numbers] or outside or paths
+
+
+def _is_inexact(x: Any) -> bool:
+    return hasattr(x, 'dtype') and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)

@@ -163,7 +163,7 @@ def get_logical_axes(state: Any, overrides: PathRules = ()) -> Any:
 
 
 def _leaf(entry: Entry, known: NamedArrays, report: Report) -> Leaf | Any:
-    path, leaf, array, shape, carrier = entry
+    path, leaf, array, shape, carrier, _ = entry
     own = known.parameters.get(path)
     if own is not None and len(own.names) == len(shape):
         return Leaf(path, array, 'parameters', own, tuple(range(len(shape))))

@@ -1,5 +1,8 @@
 """Path rules name arrays of whole states; the arrays of optimizers follow their parameters."""
 
+import collections
+
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -18,7 +21,7 @@ from test_path_names import (
     partitioner_of,
 )
 
-from partitioning import TrainState, unbox
+from partitioning import TrainState, standard_logical_axis_rules, suggest_rules, unbox
 
 pytestmark = pytest.mark.core
 
@@ -85,6 +88,46 @@ def test_optimizer_state_of_overridden_nnx_variables_follows():
     axes = partitioner_of(rules).get_mesh_axes(nnx_state(optax.adam(1e-3), **named))
     assert axes[0]['enc']['kernel'] == P('model', 'data')
     assert axes[1]['opt_state'][0]['mu']['enc']['kernel'] == P('model', 'data')
+
+
+ZERO = {'rules': [('embed', None), ('mlp', 'model')], 'optimizer': RULES}
+WHOLE_TREES = {
+    'tuple': lambda p, opt: (p, opt, jnp.zeros((), jnp.int32), jax.random.PRNGKey(0)),
+    'list': lambda p, opt: [opt, p],
+    'dict': lambda p, opt: {'model': p, 'tx': opt},
+    'a NamedTuple': lambda p, opt: collections.namedtuple('LoopState', 'net opt')(p, opt),
+    'a nested one': lambda p, opt: {'a': collections.namedtuple('LoopState', 'net opt')(p, opt)},
+}
+
+
+@pytest.mark.parametrize('tx', TXS)
+@pytest.mark.parametrize('kind', WHOLE_TREES)
+@pytest.mark.parametrize('named', ['by path', 'by short path', 'boxes everywhere'])
+def test_rules_for_the_optimizer_reach_it_without_the_key_params(named, kind, tx):
+    boxed = named == 'boxes everywhere'
+    model = params(boxed)
+    state = WHOLE_TREES[kind](model, TXS[tx]().init(model))
+    by_name = [(f'(.*/)?{path}', names) for path, names in ALL]
+    rules = () if boxed else ALL if named == 'by short path' else by_name
+    plan = partitioner_of(rules, **ZERO).plan(state)
+    parameters = {row.path: row.spec for row in plan.rows if row.role == 'parameters'}
+    assert len(parameters) == len(PATHS)
+    for path, spec in parameters.items():
+        assert spec == (P('model') if path.endswith('bias') else P(None, 'model')), path
+    followers = [row for row in plan.rows if row.path not in parameters and row.shape]
+    assert len([row for row in followers if row.role == 'optimizer']) >= 2 * len(PATHS)
+    for row in followers:
+        assert row.spec == follows(row.path, row.shape, SPECS), row.path
+    used = suggest_rules(state, {'data': 4, 'model': 2})
+    again = partitioner_of(used, rules=standard_logical_axis_rules()).plan(state)
+    assert {row.path for row in again.rows if row.role == 'parameters'} == {*parameters}
+
+
+def test_rules_for_the_optimizer_that_reach_no_array():
+    state = {'weights': params(False), 'momentum': params(False)}
+    rules = [(f'.*/{path}', names) for path, names in ALL]
+    with pytest.raises(ValueError, match=r"no array.*momentum and weights .* the key 'params'"):
+        partitioner_of(rules, **ZERO).plan(state)
 
 
 @pytest.mark.parametrize('named', ['by path', 'boxes', 'boxes everywhere'])
