@@ -274,7 +274,7 @@ def _roots(
     return roots
 
 
-def _outside_optimizers(entries: Sequence[Entry], paths: Sequence[Path]) -> Sequence[Path]:
+def _outside_optimizers(entries: Sequence[Entry], paths: list[Path]) -> list[Path]:
     """The paths that are not inside states of optimizers, or all of them if there are no others.
 
     A step number or a random key next to the trees of the state is not a parameter either.
