@@ -70,7 +70,7 @@ def constrain(
     x: jax.Array,
     names: Sequence[Any],
     rules: LogicalAxisRules | None = None,
-    *,
+    *others: Any,
     on_indivisible: OnIndivisible | None = None,
 ) -> jax.Array:
     """Lays out one activation by its logical axis names.
@@ -98,6 +98,12 @@ def constrain(
     """
     if names is None or not hasattr(x, 'shape'):
         raise ValueError(f'constrain takes one array and its names, not {x!r} and {names!r}')
+    if others or isinstance(names, str) or isinstance(rules, str):
+        listed = (names, rules, *others) if others or isinstance(rules, str) else (names,)
+        raise ValueError(
+            f'the names of constrain are one tuple, not {", ".join(map(repr, listed))}: write '
+            f'constrain(x, {listed!r})'
+        )
     if not global_mesh_defined():
         _check_no_old_context()
         return x
@@ -105,7 +111,29 @@ def constrain(
         spec = activation_spec(x.shape, names, rules, on_indivisible=on_indivisible)
         return x if spec is None else lay_out(x, spec)
     except ValueError as error:
-        raise ValueError(f'constrain{tuple(names)}: {error}') from None
+        text = _of_mesh_axes(names, rules) or str(error)
+        raise ValueError(f'constrain{tuple(names)}: {text}') from None
+
+
+def _of_mesh_axes(names: Sequence[Any], rules: LogicalAxisRules | None) -> str | None:
+    """What to write if names are not of the rules but axes of the mesh that is set, or None."""
+    mesh = jax.sharding.get_abstract_mesh()
+    known = {rule[0] for rule in (_rules_of_context() if rules is None else rules)}
+    flat = [axis for entry in names for axis in sharding_axes(entry)]
+    if not known or not flat or not {*flat} <= {*mesh.axis_names} - known:
+        return None
+    spec = spec_str(PartitionSpec(*names))
+    return (
+        f'{flat[0]!r} is an axis of the mesh {describe_axes(mesh)}, but no logical axis of the '
+        f'rules: write with_sharding_constraint(x, {spec}) for axes of the mesh'
+    )
+
+
+def _rules_of_context() -> LogicalAxisRules:
+    """The rules of partitioned functions and of `flax.linen.logical_axis_rules`."""
+    from flax.core import spmd  # the context that linen models read; heavy, so not at import
+
+    return spmd.get_logical_axis_rules()
 
 
 def activation_spec(
@@ -134,9 +162,7 @@ def activation_spec(
     if mesh.empty:
         return None
     if rules is None:
-        from flax.core import spmd  # the context that linen models read; heavy, so not at import
-
-        rules = spmd.get_logical_axis_rules()
+        rules = _rules_of_context()
     manual = mesh.manual_axes
     if not rules:
         if manual == mesh.axis_names:

@@ -8,9 +8,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from partitioning.programs.boundary import to_shardings
+from partitioning.programs.boundary import is_numeric, to_shardings
 from partitioning.programs.inner_layouts import is_resource
-from partitioning.rules import as_tuple, axis_sizes, num_shards, spec_str
+from partitioning.rules import (
+    as_tuple,
+    axis_sizes,
+    either,
+    num_shards,
+    sizes_that_fit,
+    spec_str,
+)
 from partitioning.state.structures import TreeMismatchError, pair_leaves
 
 _OLD_KEYS = ((2,), (4,))  # of 'threefry2x32', and of 'rbg' and 'unsafe_rbg'
@@ -80,26 +87,45 @@ def _check_sizes(batch: Any, spec: PartitionSpec, mesh: Mesh, name: str) -> None
     """Raises ValueError if the data axes do not divide the first dimension of an array."""
     axes = as_tuple(spec[0]) if len(spec) else ()
     shards, sizes = num_shards(axes, mesh), axis_sizes(mesh)
-
-    def fitting(x: Any) -> PartitionSpec:
-        """The spec over the first dimension that the axes divide."""
-        fits = [d for d, size in enumerate(np.shape(x)) if size % shards == 0]
-        return PartitionSpec(*[None] * fits[0], spec[0]) if fits else PartitionSpec()
-
+    arrays = jax.tree.leaves(batch)
+    if any(not is_numeric(x) for x in arrays):
+        return  # which the call says
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         if not np.ndim(x) or np.shape(x)[0] % shards == 0:
             continue
-        if jax.tree_util.all_leaves([batch]):
-            write = spec_str(fitting(batch))
-        elif isinstance(batch, dict) and jax.tree_util.all_leaves(batch.values()):
-            write = ', '.join(f'{key!r}: {spec_str(fitting(x))}' for key, x in batch.items())
-            write = f'{{{write}}}'
-        else:
-            write = f'a tree with a spec for each array, here {spec_str(fitting(x))}'
         over = ' x '.join(f'{axis} {sizes[axis]}' for axis in axes)
-        pad = ', or data_spec=partitioner.padded_data_partition_spec to pad the rows'
-        raise ValueError(
+        rows = np.shape(x)[0]
+        text = (
             f'{name}{jax.tree_util.keystr(path)} has shape {np.shape(x)}, but {shards} data shards '
-            f'({over}) do not divide its first dimension, of size {np.shape(x)[0]}: give setup '
-            f'data_spec={write}{pad}'
+            f'({over}) do not divide its first dimension, of size {rows}: pass '
+            f'{either(sizes_that_fit(rows, shards))} rows, or give setup '
+            'data_spec=partitioner.padded_data_partition_spec, which pads them'
         )
+        if write := _other_dimensions(batch, spec, shards):
+            text += f'; if that dimension does not count rows, give setup data_spec={write}'
+        raise ValueError(text)
+
+
+def _other_dimensions(batch: Any, spec: PartitionSpec, shards: int) -> str | None:
+    """The data_spec of a batch whose first dimensions may count something else than rows.
+
+    None if they all seem to count rows: the batch has one number of them, and no second dimension
+    that may count rows is followed by a third.
+    """
+    shapes = [np.shape(x) for x in jax.tree.leaves(batch) if np.ndim(x)]
+    stacked = {s[:2] for s in shapes if s[0] % shards and len(s) > 2 and s[1] % shards == 0}
+    if not stacked and len({s[0] for s in shapes}) == 1:
+        return None
+
+    def fitting(x: Any) -> str:
+        shape = np.shape(x)
+        if shape and shape[0] % shards == 0:
+            return spec_str(PartitionSpec(spec[0]))
+        return spec_str(PartitionSpec(None, spec[0]) if shape[:2] in stacked else PartitionSpec())
+
+    if jax.tree_util.all_leaves([batch]):
+        return fitting(batch)
+    if isinstance(batch, dict) and jax.tree_util.all_leaves(batch.values()):
+        return f'{{{", ".join(f"{key!r}: {fitting(x)}" for key, x in batch.items())}}}'
+    each = dict.fromkeys(fitting(x) for x in jax.tree.leaves(batch))
+    return f'a tree with a spec for each array, here {" or ".join(each)}'

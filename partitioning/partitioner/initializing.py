@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from partitioning.plan import InitProgram, Plan
 from partitioning.programs.contexts import in_context
-from partitioning.programs.trace_log import check_not_pmapped
+from partitioning.programs.trace_log import Arguments, check_not_pmapped
 from partitioning.rules import LogicalAxisRules, check_has_devices
 from partitioning.state import path_str, unbox
 from partitioning.state.static_arrays import (
@@ -110,8 +110,15 @@ def trace_init(
     def jit_for(plan: Plan, *given: Any) -> Any:
         check_has_devices(mesh, 'plan.init')
         if planned != (held := jax.tree.map(array_str, given)):
+            names = Arguments(init_fn)
+            write = f'plan.init({", ".join(map(names.name, range(len(args))))})'
+            if len(given) != len(args):
+                raise ValueError(
+                    f'plan.init takes the arguments of {name}, {len(args)} of them, but got '
+                    f'{len(given)}: write {write}'
+                )
             raise ValueError(
-                f'plan.init was planned for arguments {planned}, not {held}: make the plan again '
+                f'{write} was planned for arguments {planned}, not {held}: make the plan again '
                 'for these arguments'
             )
         replicated = NamedSharding(auto, PartitionSpec())

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from partitioning.plan.plan_file import row_to_json
 from partitioning.plan.rows import (
@@ -242,6 +242,12 @@ def check_fixed_point(state: Any, shardings: Any) -> None:
     def check(path: Any, expected: Sharding, arrays: Any) -> None:
         for below, array in jax.tree_util.tree_leaves_with_path(arrays):
             where, held = path_str((*path, *below)), getattr(array, 'sharding', None)
+            if isinstance(array, PartitionSpec | Sharding):
+                shown = spec_str(array) if isinstance(array, PartitionSpec) else str(array)
+                raise ValueError(
+                    f'{where or "the state"} is the layout {shown}, not an array: '
+                    'pass the state, not its specs or shardings'
+                )
             if held is None:
                 raise ValueError(
                     f'{where} is of type {type(array).__name__}, not an array on devices: '
@@ -271,6 +277,8 @@ def _misplaced(rows: Sequence[PlanRow], mesh: MeshLike, state: Any) -> dict[str,
     """The shardings of the arrays that are not where the plan puts them, by path."""
     planned = {row.path: row for row in rows}
     found: dict[str, Sharding] = {}
+    if isinstance(state, numbers.Real):
+        raise ValueError(f'{state!r} is not a state: for the bytes of a device, budget={state!r}')
     for path, array in array_leaves(state):
         name, shape = '/'.join(path), shape_of(array)
         row = planned.pop(name, None)

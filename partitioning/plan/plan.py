@@ -17,7 +17,7 @@ from partitioning.plan.audit import Audit, audit_rows, check_fixed_point
 from partitioning.plan.findings import Finding, row_findings, rule_findings
 from partitioning.plan.layouts import RuleSet
 from partitioning.plan.plan_file import from_json, to_json
-from partitioning.plan.rows import PlanRow, check_layout_of, shard_shape
+from partitioning.plan.rows import PlanRow, check_layout_of, nearest_path, shard_shape
 from partitioning.plan.tables import count, row_table
 from partitioning.rules import (
     AxisNames,
@@ -26,7 +26,6 @@ from partitioning.rules import (
     axis_sizes,
     boundary_spec,
     describe_axes,
-    nearest,
     to_spec,
 )
 from partitioning.state import unbox
@@ -235,6 +234,8 @@ class Plan:
         """
         changed = {}
         for path, spec in specs.items():
+            if path not in self._by_path:
+                raise ValueError(self._lack(path))
             row = self[path]
             check_layout_of(path, row.shape, spec, self.mesh)
             both: Any = boundary_spec(spec), getattr(spec, 'inside', spec)
@@ -275,8 +276,11 @@ class Plan:
 
     def __getitem__(self, path: str) -> PlanRow:
         if path not in self._by_path:
-            raise KeyError(f'{path} is not in the plan.{nearest(path, self._by_path)}')
+            raise KeyError(self._lack(path))
         return self._by_path[path]
+
+    def _lack(self, path: str) -> str:
+        return f'{path} is not in the plan.{nearest_path(path, self.rows)}'
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,9 @@ from partitioning.rules import (
     check_layout,
     check_spec,
     dimension_axes,
+    either,
     from_tuple,
+    nearest,
     num_shards,
     sharding_axes,
     to_spec,
@@ -159,6 +161,16 @@ def check_layout_of(path: str, shape: Sequence[int], spec: Spec, mesh: MeshLike)
                 f' in the spec and {from_tuple(inside or ())!r} in the padded spec, but only a '
                 f'dimension that is not divisible by {shards} can be padded, with None in the spec'
             )
+
+
+def nearest_path(path: str, rows: Iterable[PlanRow]) -> str:
+    """A hint for a path that is not there: those that end like it, parameters before others."""
+    listed = [*rows]
+    ending = [row for row in listed if row.path.endswith(f'/{path}')]
+    paths = [row.path for row in ending if row.role == 'parameters'] or [r.path for r in ending]
+    if not 0 < len(paths) <= 3:
+        return nearest(path, [row.path for row in listed])
+    return f' Did you mean {either(paths)}?'
 
 
 @functools.cache

@@ -175,6 +175,11 @@ def _check_entries(arguments: Arguments, in_resources: Any, static: Sequence[int
     raise ValueError(f'{text}: remove {count - len(dynamic)}')
 
 
+def is_numeric(x: Any) -> bool:
+    """Whether jax may take a value: numpy has arrays of strings, objects and dates, too."""
+    return not isinstance(x, np.ndarray | np.generic) or x.dtype.kind not in 'OSUMm'
+
+
 def _without_mesh(resources: Any) -> Any:
     def spec(resource: Any) -> Any:
         if isinstance(resource, NamedSharding):

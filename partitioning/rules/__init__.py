@@ -26,6 +26,7 @@ from partitioning.rules.checks import (
     check_spec as check_spec,
     definite_problems as definite_problems,
     describe_axes as describe_axes,
+    either as either,
     from_tuple as from_tuple,
     indivisible as indivisible,
     is_count as is_count,

@@ -84,6 +84,10 @@ def test_constrain_uses_the_rules_of_the_context():
         (('batch',), RULES, "'batch',.* has 1 entry.* 2 dimensions, .8, 8"),
         (('batch', 'batch'), RULES, 'two dimensions'),
         (('batch', 'embed'), None, 'rules'),
+        ('batch', RULES, r"one tuple, not 'batch': write constrain\(x, \('batch',\)\)"),
+        ('batch', 'embed', r"not 'batch', 'embed': write constrain\(x, \('batch', 'embed'\)\)"),
+        (P('data', 'model'), RULES, r"'data' is an axis.*_constraint\(x, P\('data', 'model'\)\)"),
+        (('data', None), RULES, r"'data' is an axis.*_constraint\(x, P\('data', None\)\)"),
     ],
 )
 def test_errors_of_constrain(axis_type, names, rules, message):

@@ -82,6 +82,14 @@ def test_states_of_another_structure(plan, state, change):
         plan.check(change(state))
 
 
+def test_specs_instead_of_a_state(plan):
+    for given, shown in ((plan.specs, r'P\(.*\)'), (plan.shardings, 'NamedSharding')):
+        with pytest.raises(ValueError, match=rf'^a is the layout {shown}.* pass the state, not'):
+            plan.check(given)
+    with pytest.raises(ValueError, match=r'^1000000\.0 is not a state.*budget=1000000\.0$'):
+        plan.audit(1e6)
+
+
 @pytest.mark.parametrize('leaf', [np.zeros(3), 3])
 def test_arrays_that_are_not_on_devices(plan, state, leaf):
     with pytest.raises(ValueError, match=rf'^e .*{type(leaf).__name__}.*move_params_to_devices'):

@@ -95,3 +95,23 @@ def test_a_state_takes_no_arguments():
 def test_what_is_neither_a_state_nor_a_function(wrong):
     with pytest.raises(ValueError, match='neither a state nor a function that makes one'):
         PjitPartitioner(SIZES, 'fsdp').plan(wrong)
+
+
+@pytest.mark.parametrize(
+    'args, said',
+    [
+        (
+            (),
+            r'^plan.init takes .* of init, 1 of them, but got 0: write plan.init\(key\)$',
+        ),
+        ((KEY, KEY), r'1 of them, but got 2: write plan.init\(key\)$'),
+        (
+            (jnp.zeros(3),),
+            r'^plan.init\(key\) was planned for .*key.*float32\[3\].*make the plan again',
+        ),
+    ],
+)
+def test_other_arguments_than_planned(args, said):
+    plan = PjitPartitioner(SIZES, 'fsdp').plan(init, KEY)
+    with pytest.raises(ValueError, match=said):
+        plan.init(*args)

@@ -215,7 +215,9 @@ def test_other_specs_for_some_arrays():
 @pytest.mark.parametrize(
     'specs, error, message',
     [
-        ({'fc1/kernle': P()}, KeyError, "fc1/kernle.*Did you mean 'fc1/kernel'"),
+        ({'fc1/kernle': P()}, ValueError, "fc1/kernle.*Did you mean 'fc1/kernel'"),
+        ({'kernel': P()}, ValueError, r"Did you mean 'fc1/kernel' or 'fc2/kernel'\?$"),
+        ({'bias': P()}, ValueError, r"^bias is not in the plan\. Did you mean 'fc1/bias'"),
         ({'fc1/kernel': P('modle')}, ValueError, r"fc1/kernel.*Did you mean 'model'"),
         ({'fc1/kernel': P(None, None, 'model')}, ValueError, r'fc1/kernel.*3 entries.*2 dim'),
         ({'fc1/bias': P(('data', 'data'))}, ValueError, "fc1/bias.*'data' appears twice"),

@@ -98,13 +98,22 @@ def test_batches_of_steps_that_are_scanned(data_spec):
     [
         (
             np.ones((5, 8, 64)),
-            r"^batch has shape \(5, 8, 64\).*size 5.*_spec=P\(None, 'data'\), or",
+            r"^batch has shape \(5, 8, 64\).*size 5: pass 8 rows, or .*=P\(None, 'data'\)$",
+        ),
+        (  # features are no rows
+            np.ones((30, 64)),
+            r'size 30: pass 24 or 32 rows, .*padded_data_partition_spec, which pads them$',
+        ),
+        (  # steps of rows, and what stands next to them
+            {'x': np.ones((5, 8, 64)), 'y': np.ones((5, 8)), 'w': np.ones((5, 3))},
+            r"\{'x': P\(None, 'data'\), 'y': P\(None, 'data'\), 'w': P\(\)\}$",
         ),
         (
             {'x': ROWS, 'y': np.ones(7), 'z': 1.0},
-            r"batch\['y'\] has shape \(7,\).*=\{'x': P\('data'\), 'y': P\(\), 'z': P\(\)\}, or",
+            r"batch\['y'\] has shape \(7,\).*=\{'x': P\('data'\), 'y': P\(\), 'z': P\(\)\}$",
         ),
-        ([np.ones((12, 3))], r'^batch\[0\] .*\(data 8\).*12.*a tree .*padded_data_partition_spec'),
+        ([np.ones((12, 3))], r'^batch\[0\] .*\(data 8\).*12.*8 or 16.*_spec, which pads them$'),
+        ({'x': np.array([[1, 2], [3]], object)}, r"batch\['x'\] is a numpy array of dtype object"),
     ],
 )
 @pytest.mark.parametrize('method', ['__call__', 'lower', 'eval_shape'])
