@@ -31,6 +31,7 @@ from partitioning.rules import (
     sharding_axes,
     spec_str,
 )
+from partitioning.values import value_str
 
 
 def global_mesh_defined() -> bool:
@@ -213,7 +214,7 @@ def lay_out(x: Any, spec: PartitionSpec | PaddedSpec | None, mesh: Mesh | None =
     padded, manual = isinstance(spec, PaddedSpec), around.manual_axes
     if not isinstance(spec, PartitionSpec | PaddedSpec | None):
         hint = 'write P(...), or None to replicate; `constrain` takes logical axis names'
-        raise ValueError(f'{spec!r} is not a PartitionSpec: {hint}')
+        raise ValueError(f'{value_str(spec)} is not a PartitionSpec: {hint}')
     spec = PartitionSpec() if spec is None else spec
     # Outside programs, nothing can be padded.
     inner, outer = (spec.inside, spec.outside) if isinstance(spec, PaddedSpec) else (spec, spec)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 # From the ground up. Rooms on the same floor do not import each other.
 FLOORS = {
     'partitioning': [
-        {'amounts', 'lazy_names', 'library_files', 'rules', 'untrusted_text'},
+        {'amounts', 'lazy_names', 'library_files', 'rules', 'untrusted_text', 'values'},
         {'hardware', 'tracebacks'},
         {'constraints', 'layout', 'mesh'},
         {'products', 'state'},

@@ -19,6 +19,7 @@ from partitioning.layout.ownership import (
     shard_ownership,
 )
 from partitioning.rules import boundary_spec, check_layout, check_spec, describe_axes
+from partitioning.values import value_str
 
 
 def local_to_global(
@@ -214,7 +215,12 @@ def _replicated_scalar(x: Any, sharding: NamedSharding) -> jax.Array:
 
 def _local_rows(path: Any, array: Any) -> np.ndarray:
     if not isinstance(array, jax.Array) or not array.ndim:
-        raise ValueError(f'{_name(path)} is {array!r}, but must be a jax.Array [batch, ...]')
+        hint = ''
+        if isinstance(array, np.ndarray | np.generic):
+            hint = ': a numpy array is local already; to_global makes a global array of it'
+        raise ValueError(
+            f'{_name(path)} is {value_str(array)}, but must be a jax.Array [batch, ...]{hint}'
+        )
     shards = {index_bounds(s.index, array.shape): s for s in array.addressable_shards}
     local_start, num_rows = {}, 0
     for start, stop in sorted({bounds[0] for bounds in shards}):

@@ -22,6 +22,7 @@ from partitioning.rules import (
     num_shards,
     sizes_that_fit,
 )
+from partitioning.values import value_str
 
 # The mesh axes of each dimension of an array.
 Axes = tuple[tuple[str, ...], ...]
@@ -216,7 +217,7 @@ def data_layout(
 def check_batch_size(batch_size: Any, num_shards: int, mesh: Mesh) -> None:
     """Raises ValueError unless the batch size is an integer >= 1 that the shards divide."""
     if not is_count(batch_size):
-        raise ValueError(f'batch size {batch_size!r} must be an integer >= 1')
+        raise ValueError(f'batch size {value_str(batch_size)} must be an integer >= 1')
     if batch_size % num_shards:
         fits = ' or '.join(map(str, sizes_that_fit(batch_size, num_shards)))
         raise ValueError(  # The first clause is T5X's.

@@ -46,10 +46,12 @@ from partitioning.rules import (
     boundary_spec,
     check_axes,
     check_has_devices,
+    is_count,
     num_shards,
 )
 from partitioning.state import get_logical_axes
 from partitioning.tracebacks import hide_own_frames
+from partitioning.values import kind_str
 
 
 class BasePartitioner(PartitionerObject, abc.ABC):
@@ -179,6 +181,11 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         Raises:
           ValueError: if the number of rows is not what this process holds, with the array's path.
         """
+        if isinstance(local_batch, int) and batch_size is not None and not is_count(batch_size):
+            raise ValueError(
+                f'to_global got {local_batch} as the batch and {kind_str(batch_size)} as the batch '
+                f'size: write to_global(batch, {local_batch})'
+            )
         spec = self._checked_data_spec if spec is None else spec
         return local_to_global(local_batch, self.mesh, spec, batch_size, own_sizes=True)
 

@@ -19,6 +19,7 @@ from partitioning.rules import (
     spec_str,
 )
 from partitioning.state.structures import TreeMismatchError, pair_leaves
+from partitioning.values import value_str
 
 _OLD_KEYS = ((2,), (4,))  # of 'threefry2x32', and of 'rbg' and 'unsafe_rbg'
 
@@ -65,7 +66,7 @@ def check_data_spec(spec: Any, mesh: Mesh) -> None:
         if not is_resource(x):
             where = f'data_spec{jax.tree_util.keystr(path)}'
             write = f': write P({x!r})' if isinstance(x, str) else ''
-            raise ValueError(f'{where} must be a PartitionSpec, not {x!r}{write}')
+            raise ValueError(f'{where} must be a PartitionSpec, not {value_str(x)}{write}')
     to_shardings({'data_spec': spec}, mesh, allow_unconstrained=True)
 
 

@@ -50,6 +50,23 @@ def choose_rules(given: AxisRules | None, layout: OtherLayout | None, mesh: Mesh
     return _activation_rules(layout, mesh, getattr(layout, 'policies', given))
 
 
+def check_not_names_by_path(rules: LogicalAxisRules, mesh: MeshLike) -> None:
+    """Raises ValueError if logical axis rules look like the argument `names` of AxisRules.
+
+    Every rule has a tuple, and none of the tuples has an axis of the mesh.
+    """
+    if not rules or not all(isinstance(axes, tuple) for _, axes in rules):
+        return
+    named = [axis for _, axes in rules for axis in as_tuple(axes)]
+    if not {*named} & {*axis_sizes(mesh)}:
+        first = tuple(rules[0])
+        raise ValueError(
+            f'rule {first!r}: the mesh {describe_axes(mesh)} has no axis {named[0]!r}. If '
+            f'{first[0]!r} is the path of an array and {named[0]!r} the name of a dimension, write '
+            f'layout=AxisRules(names=[{first!r}, ...]); if it is a logical axis, write mesh axes'
+        )
+
+
 def with_slices(rules: AxisRules, slices: str) -> AxisRules:
     """The rules with the axis over slices in front where they shard the batch over 'data'."""
     changed: list[tuple[str, MeshAxes]] = []

@@ -16,6 +16,7 @@ from partitioning.partitioner.base_pjit import BasePjitPartitioner
 from partitioning.partitioner.chosen_rules import (
     axes_in_use,
     check_batch_rule,
+    check_not_names_by_path,
     choose_rules,
     describe_layout,
     with_slices,
@@ -172,7 +173,7 @@ class PjitPartitioner(BasePjitPartitioner):
 
     def with_rules(self, logical_axis_rules: LogicalAxisRules) -> Self:
         """The same partitioner with other rules; AxisRules also replace policies and names."""
-        _ = self.mesh  # built once, for both
+        check_not_names_by_path(AxisRules(logical_axis_rules), self.mesh)  # built once, for both
         other = copy.copy(self)
         other._logical_axis_rules = logical_axis_rules
         return other
@@ -188,6 +189,7 @@ class PjitPartitioner(BasePjitPartitioner):
     @functools.cached_property
     def _rule_set(self) -> RuleSet:
         """The rules for parameters and optimizer, with their policies."""
+        check_not_names_by_path(self.logical_axis_rules, self.mesh)
         layout: WordLayout | RuleLayout | None = None
         if isinstance(self._layout, str):
             # Arrays are replicated over slices: they are gathered in every layer, and the data
@@ -210,6 +212,7 @@ class PjitPartitioner(BasePjitPartitioner):
     def _data_axis(self) -> MeshAxes:
         if self._has_default_rules:
             self._check_default_rules()
+        check_not_names_by_path(self.logical_axis_rules, self.mesh)
         check_batch_rule(self.logical_axis_rules, self.mesh, self._layout)
         batch = logical_to_mesh_axes(
             ['batch'], self.logical_axis_rules, mesh=self.mesh, on_unmatched='replicate'
@@ -260,22 +263,22 @@ class PjitPartitioner(BasePjitPartitioner):
             layout = layout.plan_state(train_state, self.mesh, self.logical_axis_rules)
         if isinstance(layout, Plan):
             return impose_plan(layout, train_state, self.mesh)
-        named = self._with_names(train_state)
+        named, rules = self._with_names(train_state), self._rule_set
         try:
             if self._has_default_rules:
                 self._check_default_rules()
         except ValueError as error:
-            raise with_proposal(error, named, self._rule_set, self.mesh) from None
+            raise with_proposal(error, named, rules, self.mesh) from None
         said, cls = None, type(self)
         if self._layout is None and cls.get_logical_axes is not PjitPartitioner.get_logical_axes:
             said = self._said_axes(train_state)
         try:
-            return build_plan(named, self._rule_set, self.mesh, said=said)
+            return build_plan(named, rules, self.mesh, said=said)
         except ValueError as error:
             axes = [axis for _, given in self.logical_axis_rules for axis in as_tuple(given)]
             if self._layout is not None or {*axes} <= {*self.mesh.shape}:
                 raise
-            raise with_proposal(error, named, self._rule_set, self.mesh) from None
+            raise with_proposal(error, named, rules, self.mesh) from None
 
     def _said_axes(self, train_state: Any) -> Any:
         """The logical axes from a subclass that overrides `get_logical_axes`, as in T5X."""

@@ -25,6 +25,7 @@ from partitioning.rules import (
     axis_sizes,
     nearest,
 )
+from partitioning.values import value_str
 
 # What a mesh is made from, and what can describe that.
 AnyMesh = Mesh | AbstractMesh | MeshConfig
@@ -88,9 +89,11 @@ def read_mesh(mesh: MeshSetting | None, t5x_settings: Mapping[str, Any]) -> AnyM
     if isinstance(mesh, str) and mesh not in _WORDS and '=' not in mesh:
         return MeshConfig(axes=_USUAL_AXES, slice_axis='replica', topology=mesh)
     if is_layout(mesh):
-        raise ValueError(f'{_short(mesh)} is a layout, not a mesh: write layout={_short(mesh)}')
+        raise ValueError(
+            f'{value_str(mesh)} is a layout, not a mesh: write layout={value_str(mesh)}'
+        )
     raise ValueError(
-        f'mesh={_short(mesh)} must be a jax Mesh or AbstractMesh, axis sizes such as '
+        f'mesh={value_str(mesh)} must be a jax Mesh or AbstractMesh, axis sizes such as '
         "{'data': -1, 'model': 2}, a MeshConfig, or a machine such as 'v5p:4x4x4'"
     )
 
@@ -142,7 +145,7 @@ def read_layout(
         _check_no_rules(f'layout={layout!r}', given)
         return cast(LayoutWord, layout), None
     if isinstance(layout, Mesh | AbstractMesh | MeshConfig | Topology):
-        raise ValueError(f'layout={_short(layout)} is a mesh: write mesh=')
+        raise ValueError(f'layout={value_str(layout)} is a mesh: write mesh=')
     if isinstance(layout, Plan | RuleLayout | LaysOutStates):
         _check_only_activations(layout, given)
         return layout, given
@@ -194,20 +197,14 @@ def _check_only_activations(layout: Any, rules: AxisRules | None) -> None:
         given = getattr(rules, name, None)
         if given is not None and (given or name == 'optimizer'):
             raise ValueError(
-                f'layout={_short(layout)} already determines what {name}= of logical_axis_rules '
+                f'layout={value_str(layout)} already determines what {name}= of logical_axis_rules '
                 f'would: remove {name} or layout'
             )
 
 
 def _must_be(layout: Any) -> str:
     return (
-        f"layout={_short(layout)} must be 'fsdp', 'data_parallel', logical axis rules such as "
+        f"layout={value_str(layout)} must be 'fsdp', 'data_parallel', logical axis rules such as "
         "[('embed', 'data'), ...], partition rules such as [('.*/kernel', PartitionSpec('data')), "
         '...], or a Plan'
     )
-
-
-def _short(x: Any) -> str:
-    """A value in a message, or its type if its repr is long."""
-    shown = repr(x)
-    return shown if len(shown) <= 80 and '\n' not in shown else f'<{type(x).__name__}>'

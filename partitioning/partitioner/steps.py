@@ -28,6 +28,7 @@ from partitioning.state.static_arrays import (
 )
 from partitioning.state.structures import match_by_path
 from partitioning.tracebacks import keep_user_frames
+from partitioning.values import value_str
 
 
 class TrainingSetup(NamedTuple):
@@ -67,7 +68,7 @@ class Step(PjittedFnWithContext):
         donate: bool,
     ):
         if not callable(train_step):
-            raise ValueError(f'train_step must be a function, not {train_step!r}')
+            raise ValueError(f'train_step must be a function, not {value_str(train_step)}')
         check_data_spec(data_spec, mesh)
         self._mesh, self._arguments = mesh, Arguments(train_step)
         arguments = self._arguments

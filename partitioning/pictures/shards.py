@@ -19,6 +19,7 @@ from partitioning.pictures.figures import TICKS, new_figure, png_of
 from partitioning.rules import check_spec, sharding_str
 from partitioning.state import shape_of
 from partitioning.state.boxes import array_of
+from partitioning.values import value_str
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -298,7 +299,7 @@ def visualize_sharding(
     if not isinstance(sharding, Sharding):
         raise ValueError(
             f'the {type(x).__name__} of shape {shape} has no sharding: pass '
-            f'sharding=NamedSharding(mesh, spec), not {sharding!r}'
+            f'sharding=NamedSharding(mesh, spec), not {value_str(sharding)}'
         )
     if isinstance(sharding, NamedSharding):
         if not isinstance(sharding.mesh, Mesh):
@@ -327,7 +328,7 @@ def _shape(x: Any, array: Any) -> tuple[int, ...]:
         )
     given = isinstance(x, tuple | list)
     if not given and not hasattr(array, 'shape'):
-        raise ValueError(f'{x!r} must be an array or a shape, such as (8, 4)')
+        raise ValueError(f'{value_str(x)} must be an array or a shape, such as (8, 4)')
     shape = tuple(x) if given else shape_of(array)
     # jax caches what it derives from a shape, and would then return 8.0 for 8.
     if not all(_is_whole(size) and size >= 0 for size in shape):

@@ -35,6 +35,7 @@ from partitioning.rules import (
 )
 from partitioning.state import array_leaves, path_str, shape_of
 from partitioning.state.structures import like
+from partitioning.values import value_str
 
 ROLES = ('parameters', 'optimizer', 'other')
 _RANKED = 10  # the number of replicated arrays that a table lists
@@ -270,7 +271,7 @@ def check_bytes(budget: Any) -> None:
     """Raises ValueError unless a budget is a number of bytes above 0."""
     number = isinstance(budget, numbers.Real) and not isinstance(budget, bool)
     if not number or not 0 < budget < math.inf:
-        raise ValueError(f'budget={budget!r} must be a number of bytes above 0')
+        raise ValueError(f'budget={value_str(budget)} must be a number of bytes above 0')
 
 
 def _misplaced(rows: Sequence[PlanRow], mesh: MeshLike, state: Any) -> dict[str, Sharding]:

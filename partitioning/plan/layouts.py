@@ -53,6 +53,7 @@ from partitioning.rules import (
 )
 from partitioning.rules.checks import axis_problems
 from partitioning.state import Path, nbytes, shape_of
+from partitioning.values import value_str
 
 # The mesh axes of each dimension; a tuple or list can replace the spec.
 SpecEntries = PartitionSpec | Sequence[MeshAxes] | str | None
@@ -72,7 +73,8 @@ def check_partition_rules(rules: Iterable[Any]) -> tuple[PartitionRule, ...]:
     if isinstance(rules, str | Mapping | set) or not isinstance(rules, Iterable):
         raise ValueError(
             "layout must be 'fsdp', 'data_parallel' or partition rules such as "
-            f"[('attn/kernel', PartitionSpec('data')), ('.*', PartitionSpec())], not {rules!r}"
+            "[('attn/kernel', PartitionSpec('data')), ('.*', PartitionSpec())], not "
+            f'{value_str(rules)}'
         )
     checked: list[PartitionRule] = []
     for rule in rules:

@@ -21,6 +21,7 @@ from partitioning.programs.trace_log import Arguments, OnRecompile, positions
 from partitioning.rules import PaddedSpec, boundary_spec, check_definite, check_spec
 from partitioning.state import path_str
 from partitioning.state.structures import KeyPath, TreeMismatchError, pair_leaves
+from partitioning.values import value_str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,7 +136,8 @@ def to_shardings(resources: Any, mesh: Mesh, *, allow_unconstrained: bool = Fals
         where = path_str(path) or 'axis resource'
         if not isinstance(spec, PartitionSpec):
             raise ValueError(
-                f'{where}: a resource must be a PartitionSpec, a Sharding or None, not {leaf!r}; '
+                f'{where}: a resource must be a PartitionSpec, a Sharding or None, not '
+                f'{value_str(leaf)}; '
                 'plan.specs has the PartitionSpecs of a state with logical axes'
             )
         check_spec(spec, mesh, where)

@@ -17,6 +17,7 @@ import jax
 from partitioning.hardware import is_pmapped
 from partitioning.rules import nearest
 from partitioning.state.structures import StaticValue
+from partitioning.values import value_str
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -40,7 +41,10 @@ class Arguments:
 
     def __init__(self, fn: Callable[..., Any]):
         if not callable(fn):
-            raise ValueError(f'the first argument of partition must be a function, not {fn!r}')
+            called = '' if isinstance(fn, str) else ': pass the function itself, without calling it'
+            raise ValueError(
+                f'the first argument of partition must be a function, not {value_str(fn)}{called}'
+            )
         named = fn
         while isinstance(named, functools.partial):
             named = named.func
@@ -257,7 +261,7 @@ def check_compiled_once(partitioned: Callable[..., Any]) -> None:
     log = getattr(function, 'trace_log', None)
     if not isinstance(log, TraceLog):
         raise ValueError(
-            f'{partitioned!r} must be a function that PjitPartitioner.partition returned'
+            f'{value_str(partitioned)} must be a function that PjitPartitioner.partition returned'
         )
     count = function.num_compilations()
     if not count:

@@ -9,6 +9,7 @@ from typing import Any, get_args
 from partitioning.rules.checks import MeshAxes, either
 from partitioning.rules.names import LogicalAxisRules, OnIndivisible, OnUnmatched
 from partitioning.rules.path_rules import PathRules, check_path_rules
+from partitioning.values import value_str
 
 _UNMATCHED, _INDIVISIBLE = get_args(OnUnmatched), get_args(OnIndivisible)
 
@@ -119,11 +120,13 @@ def check_rules(rules: Iterable[Any]) -> tuple[tuple[str, MeshAxes], ...]:
     """
     if isinstance(rules, set | frozenset | Mapping):
         raise ValueError(
-            f'rules must be ordered, because the first match wins: write {rules!r} as '
+            f'rules must be ordered, because the first match wins: write {value_str(rules)} as '
             'a list of pairs'
         )
     if isinstance(rules, str) or not isinstance(rules, Iterable):
-        raise ValueError(f"rules={rules!r} must be a list, [('logical axis', 'mesh axis'), ...]")
+        raise ValueError(
+            f"rules={value_str(rules)} must be a list, [('logical axis', 'mesh axis'), ...]"
+        )
     given = tuple(rules)
     try:
         return _check_hashable(given)
@@ -143,8 +146,9 @@ def _check_each(rules: tuple[Any, ...]) -> tuple[tuple[str, MeshAxes], ...]:
                 checked.append((name, tuple(several)))
             case _:
                 raise ValueError(
-                    f"rule {rule!r} is malformed: write ('logical axis', 'mesh axis'), "
-                    "('logical axis', ('one axis', 'another')) or ('logical axis', None)"
+                    f"rule {value_str(rule)} is malformed: write ('logical axis', 'mesh axis'), "
+                    "('logical axis', ('one axis', 'another')) or ('logical axis', None); the "
+                    'names of an array by its path belong in AxisRules(names=...)'
                 )
     return tuple(checked)
 

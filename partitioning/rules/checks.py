@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from partitioning.values import value_str
+
 # The mesh axes of one dimension: one name, several in order, or None for a replicated dimension.
 MeshAxes = str | tuple[str, ...] | None
 MeshLike = Mesh | AbstractMesh | Mapping[str, int]
@@ -37,8 +39,10 @@ def sharding_axes(entry: Any) -> tuple[str, ...]:
 def axis_sizes(mesh: MeshLike) -> Mapping[str, int]:
     """The size of each axis of a mesh, in the order of the mesh; other types are a ValueError."""
     if not isinstance(mesh, Mesh | AbstractMesh | Mapping):
+        hint = '. Write mesh=partitioner.mesh' if hasattr(mesh, 'mesh') else ''
         raise ValueError(
-            f"mesh={mesh!r} must be a mesh or the size of each axis, such as {{'data': 4}}"
+            f'mesh is {value_str(mesh)}, but must be a mesh or the size of each axis, such as '
+            f"{{'data': 4}}{hint}"
         )
     return mesh if isinstance(mesh, Mapping) else mesh.shape
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from partitioning.values import value_str
+
 # For each dimension a name, a tuple of mesh axes, or None.
 PathNames = Sequence[str | tuple[str, ...] | None]
 PathRules = Sequence[tuple[str, PathNames]]
@@ -21,7 +23,7 @@ def check_path_rules(rules: Iterable[Any]) -> tuple[tuple[str, tuple[Any, ...]],
     if isinstance(rules, str) or not isinstance(rules, Iterable):
         raise ValueError(
             "path rules must be a list such as [('.*/kernel', ('embed', 'mlp')), ...], not "
-            f'{rules!r}'
+            f'{value_str(rules)}'
         )
     checked: list[tuple[str, tuple[Any, ...]]] = []
     for rule in rules:

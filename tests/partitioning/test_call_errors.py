@@ -96,11 +96,12 @@ def assert_says(message, *parts):
             ['n is in both', 'static_argnums', 'donate_argnums'],
         ),
         (5, None, {}, ['must be a function', '5']),
+        ((make_state(), X), None, {}, ['a function, not a tuple of 2', 'without calling it']),
         (identity, None, {'on_recompile': 'warn'}, ['on_recompile', "'allow'", "'error'"]),
     ],
     ids=[
         *('too many', 'static', 'not a tuple', 'donated index', 'static index', 'a name', 'both'),
-        *('not a function', 'policy'),
+        *('not a function', 'a result', 'policy'),
     ],
 )
 def test_settings_that_do_not_fit_the_function(partitioner, fn, specs, settings, parts):

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from mock_devices import mesh_of_processes
 
-from partitioning import PjitPartitioner, host_local_array_to_global_array
+from partitioning import PjitPartitioner, host_local_array_to_global_array, resolve_axes
 from partitioning.layout import global_to_local, local_to_global
 
 pytestmark = pytest.mark.core
@@ -262,6 +262,19 @@ def test_a_process_needs_devices_of_the_mesh():
 def test_only_jax_arrays_with_rows_have_local_rows(array):
     with pytest.raises(ValueError, match=r'loss is .*jax\.Array'):
         global_to_local({'loss': array})
+
+
+def test_arrays_in_messages_are_one_line():
+    partitioner = PjitPartitioner({'data': 8})
+    for call, said in (
+        (lambda: partitioner.to_global(8, rows(8, 64)), r'got 8 .* write to_global\(batch, 8\)$'),
+        (lambda: partitioner.to_local(rows(8, 64)), r'float32\[8, 64\].*numpy array is local'),
+        (lambda: partitioner.get_data_layout(rows(8, 64)), r'size float32\[8, 64\] must be an'),
+        (lambda: resolve_axes(('a',), [], mesh=partitioner), r'PjitPart.* mesh=partitioner.mesh$'),
+    ):
+        with pytest.raises(ValueError, match=said) as error:
+            call()
+        assert '\n' not in str(error.value)
 
 
 @pytest.mark.parametrize(

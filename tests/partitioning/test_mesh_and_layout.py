@@ -169,6 +169,7 @@ def test_zero_and_policies_are_part_of_the_rules():
         ),
         ((2, 2, 1, 1), {}, r'write model_parallel_submesh=\(2, 2, 1, 1\)'),
         ([('w', 3)], {}, r"rule \('w', 3\) is malformed"),
+        ([('w', (None, 'mlp'))], {}, r'malformed.*names of an array .* AxisRules\(names='),
         ([('w', P('data')), ('b', 3)], {}, 'a partition rule must be'),
         ([('w', P('data')), ('(', P())], {}, 'not a valid regular expression'),
         (RULES, {'logical_axis_rules': RULES}, 'remove logical_axis_rules or layout'),
@@ -181,6 +182,15 @@ def test_layouts_that_are_malformed_or_decided_twice(layout, settings, said):
     with pytest.raises(ValueError, match=said) as error:
         PjitPartitioner(SIZES, layout, **settings)
     assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('mesh', [SIZES, SQUARE, MeshConfig(axes=SIZES)])
+@pytest.mark.parametrize('use', ['plan', 'to_global', 'with_rules'])
+def test_names_by_path_that_are_given_as_rules(mesh, use):
+    names = [('up', ('embed', 'mlp')), ('bias', ('mlp',))]
+    partitioner = PjitPartitioner(mesh, None if use == 'with_rules' else AxisRules(names))
+    with pytest.raises(ValueError, match=r"no axis 'embed'.*'up' is the path.*names=\[\('up'"):
+        getattr(partitioner, use)(names if use == 'with_rules' else {'up': jnp.ones((8, 8))})
 
 
 @pytest.mark.parametrize(
