@@ -146,6 +146,7 @@ def check_batch_rule(
     omit 'batch', which is logged, unless the batch `must_shard`; a name similar to 'batch' is a
     mistake. A policy of rules can replicate names without a rule.
     """
+    check_not_names_by_path(rules, mesh)
     axes = batch_axes(mesh, rules)
     if layout is not None and not rules:
         axis = next(iter(axis_sizes(mesh)))

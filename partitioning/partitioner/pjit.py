@@ -212,7 +212,6 @@ class PjitPartitioner(BasePjitPartitioner):
     def _data_axis(self) -> MeshAxes:
         if self._has_default_rules:
             self._check_default_rules()
-        check_not_names_by_path(self.logical_axis_rules, self.mesh)
         check_batch_rule(self.logical_axis_rules, self.mesh, self._layout)
         batch = logical_to_mesh_axes(
             ['batch'], self.logical_axis_rules, mesh=self.mesh, on_unmatched='replicate'

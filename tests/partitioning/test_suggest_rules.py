@@ -197,7 +197,7 @@ def test_the_axes_of_the_mesh_are_used():
 
 
 def test_a_mesh_that_is_none_is_refused():
-    with pytest.raises(ValueError, match='mesh is 8, but must be a mesh'):
+    with pytest.raises(ValueError, match='mesh=8 must be a mesh'):
         suggest_rules(gpt2(), 8)
 
 
