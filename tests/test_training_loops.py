@@ -66,6 +66,15 @@ def test_steps(names, plain):
     close([loss for _, loss in names['seen']], losses[:3])
 
 
+def test_modules_of_equinox(names):
+    import equinox as eqx
+
+    state, loss = names['module_step'](names['init_module'](names['key']), names['batches'][0])
+    close((names['arrays'], names['module_loss']), (eqx.filter(state, eqx.is_array), loss))
+    specs = [x.sharding.spec for x in jax.tree.leaves(names['arrays'][0]) if x.ndim == 2]
+    assert specs == [P('data', None), P(None, 'data')]
+
+
 def test_keys_of_dropout(names):
     batch, key = names['batches'][0], names['key']
     expected = of_one_device(names, 'init', 'dropout_step', batch, key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -185,7 +186,7 @@ def check_only_arrays(tree: Any, subject: str, verb: str = 'returned') -> None:
             where = f' at {path_str(path)}' if path else ''
             raise ValueError(
                 f'{subject} {verb} {_describe(leaf)}{where}, which is not an array: '
-                f'{_way_out(leaf, bool(path))}'
+                f'{_way_out(leaf, bool(path), _holds_equinox(tree))}'
             )
 
 
@@ -199,8 +200,17 @@ def _describe(x: Any) -> str:
     return f'{article} {kind}' + (f' of dtype {dtype}' if dtype is not None else '')
 
 
-def _way_out(x: Any, is_inside: bool) -> str:
-    if callable(x):
+def _holds_equinox(tree: Any) -> bool:
+    """Whether a pytree has a module of Equinox, whose fields may be strings and functions."""
+    module = getattr(sys.modules.get('equinox'), 'Module', None)
+    if module is None:
+        return False
+    parts = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, module))
+    return any(isinstance(part, module) for part in parts)
+
+
+def _way_out(x: Any, is_inside: bool, is_equinox: bool) -> str:
+    if callable(x) or is_equinox:
         return (
             'keep arrays only, for example eqx.partition(model, eqx.is_array)[0], and make the '
             'rest a static field, such as flax.struct.field(pytree_node=False)'

@@ -115,3 +115,15 @@ def test_other_arguments_than_planned(args, said):
     plan = PjitPartitioner(SIZES, 'fsdp').plan(init, KEY)
     with pytest.raises(ValueError, match=said):
         plan.init(*args)
+
+
+def test_the_strings_of_a_module_of_equinox():
+    class Named(eqx.Module):
+        w: jax.Array
+        axis: str = 'batch'
+
+    message = r"returned the string 'batch' at 0/axis, .*eqx.partition\(model, eqx.is_array\)\[0\]"
+    with pytest.raises(ValueError, match=message):
+        PjitPartitioner(SIZES, 'fsdp').setup(lambda key: (Named(init(key)['w']),), None, KEY)
+    with pytest.raises(ValueError, match='axis, which is not an array: keep it outside'):
+        PjitPartitioner(SIZES, 'fsdp').setup(lambda key: {'axis': 'batch'}, None, KEY)
