@@ -156,6 +156,32 @@ def test_specs_that_do_not_fit(partitioner, in_specs, out_specs, state, batch, p
         assert_says(message, 'train_step', *parts)
 
 
+@pytest.mark.parametrize(
+    'arguments, parts',
+    [
+        (lambda s, b: ((s, {'loss': 0.0}), b), ['tuple of 2 that begins with a dict', 'unpack it']),
+        (lambda s, b: ((s,), b), ['tuple of 1', '`state, = train_step(state, batch)`']),
+        (lambda s, b: (b['x'], s), ['state and batch are in the wrong order', 'Swap']),
+        (lambda s, b: (s['inner'], b), ['state is only the part inner', 'the whole state']),
+    ],
+    ids=['a result', 'a result of one', 'swapped', 'a part'],
+)
+@pytest.mark.parametrize('how', ['setup', 'partition'])
+def test_other_values_than_the_state(partitioner, how, arguments, parts):
+    state = {'inner': make_state(), 'n': jnp.zeros(())}
+
+    def train_step(state, batch):
+        return state, jax.tree.leaves(batch)[0].mean()
+
+    if how == 'setup':
+        call = PjitPartitioner({'data': 8}, 'fsdp').setup(state, train_step)[1]
+    else:
+        call = partitioner.partition(train_step, ({'inner': SPECS, 'n': P()}, DATA), None)
+    message = error_of(call, *arguments(state, BATCH))
+    assert_says(message, 'train_step', *parts)
+    assert 'specs from this' not in message
+
+
 def test_one_result_where_specs_say_two(partitioner):
     call = partitioner.partition(identity, (DATA,), (None, None))
     assert_says(error_of(call, X), 'identity', 'a tuple of 2', 'returns an array')

@@ -22,7 +22,8 @@ from partitioning.rules import (
     size_problems,
     spec_str,
 )
-from partitioning.state.structures import TreeMismatchError, pair_leaves, short_repr
+from partitioning.state.structures import TreeMismatchError, children_of, pair_leaves, short_repr
+from partitioning.values import kind_str
 
 
 def entry_problems(boundary: Boundary, args: Sequence[Any]) -> Iterator[str]:
@@ -121,12 +122,57 @@ def fit_problems(boundary: Boundary, arguments: Sequence[Argument]) -> Iterator[
         # Sizes that do not divide say nothing about the order, and no array fits every entry.
         wrong = _differs(one) or _differs(other)
         if wrong and fits(one, other.entry) and fits(other, one.entry):
-            yield (
-                f'the entries of {one.name} and {other.name} in in_shardings are in the wrong '
-                f'order: write the entry of {one.name} first'
-            )
+            yield _wrong_order(one, other)
     for argument in misfits:
+        yield from _other_values(boundary, argument, arguments)
         yield from _misfits(boundary, argument)
+
+
+def _other_values(
+    boundary: Boundary, argument: Argument, arguments: Sequence[Argument]
+) -> Iterator[str]:
+    """Yields a message if an argument is another value of the program than its entry is for.
+
+    This is the result of a call as a whole, another argument, or only a part.
+    """
+    entry, value, name = argument.entry, argument.value, argument.name
+    parts, call = children_of(entry), boundary.arguments.function
+    if parts is None or _has_structure(entry, value):
+        return
+    expected = kind_str(entry)
+    if isinstance(value, tuple) and value and _has_structure(entry, value[0]):
+        names = [a.name for a in arguments]
+        rest = ', ...' if len(value) > 2 else ', metrics' if len(value) == 2 else ','
+        yield (
+            f'{name} is a tuple of {len(value)} that begins with {expected}, which is expected '
+            f'here. If it is the result of a call, unpack it: `{name}{rest} = '
+            f'{call}({", ".join(names)})`'
+        )
+    for other in arguments:
+        if other.position != argument.position and _has_structure(entry, other.value):
+            yield _wrong_order(argument, other)
+    for key, part in parts.items():
+        if children_of(part) is not None and _has_structure(part, value):
+            field = jax.tree_util.keystr((key,), simple=True)
+            yield (
+                f'{name} is only the part {field} of {expected}, which is expected here: pass the '
+                f'whole {name}'
+            )
+
+
+def _wrong_order(one: Argument, other: Argument) -> str:
+    first, second = sorted((one, other), key=lambda argument: argument.position)
+    return (
+        f'{first.name} and {second.name} are in the wrong order, here or in in_shardings: '
+        f'{other.name} fits the entry of {one.name}. Swap them in the call, or swap their entries'
+    )
+
+
+def _has_structure(entry: Any, value: Any) -> bool:
+    try:
+        return all(True for _ in pair_leaves(entry, value, prefix=True, static_fields=False))
+    except TreeMismatchError:
+        return False
 
 
 def _differs(argument: Argument) -> bool:
