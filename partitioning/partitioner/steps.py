@@ -94,7 +94,7 @@ class Step(PjittedFnWithContext):
                 donate_argnums=(0,) if donate else (),
             )
 
-        self._partition_for, self._data_spec = partition_for, data_spec
+        self._partition_for, self._data_spec, self._specs = partition_for, data_spec, specs
         self._is_default, self._is_laid_out = is_default, False
         self._batch_name = arguments.name(1)
         self._structure: Any = None  # of the batch, if it has scalars
@@ -145,6 +145,8 @@ class Step(PjittedFnWithContext):
         arrays = (i for i in names if i not in self._static and has_rows(given.get(names[i])))
         position = next(arrays, 1)
         name = names[position]
+        if not self._is_state(given.get(self._arguments.name(0))) and self._is_state(given[name]):
+            return  # they are in the wrong order, as the call says when it fails
         specs = batch_specs(
             given[name], self._data_spec, self._mesh, name, is_default=self._is_default
         )
@@ -154,6 +156,9 @@ class Step(PjittedFnWithContext):
             self._structure = jax.tree.structure(given[name])
         self._batch_name = name
         self._is_laid_out = True
+
+    def _is_state(self, value: Any) -> bool:
+        return match_by_path(self._specs, value) is not None
 
     def _check_structure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises ValueError if scalars are laid out by a batch of another structure."""
