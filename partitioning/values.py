@@ -18,6 +18,8 @@ def value_str(x: Any) -> str:
     """
     if hasattr(x, 'dtype') and hasattr(x, 'shape') and not isinstance(x, type):
         return f'{x.dtype}{list(x.shape)}'
+    if callable(x) and hasattr(x, '__name__'):
+        return f'the function {x.__name__}'
     if any(hasattr(leaf, 'dtype') for leaf in jax.tree.leaves(x)):
         return kind_str(x)
     shown = repr(x)

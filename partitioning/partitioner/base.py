@@ -21,7 +21,12 @@ from partitioning.layout import (
     host_local_array_to_global_array,
     local_to_global,
 )
-from partitioning.partitioner.initializing import is_init_function, place_state, trace_init
+from partitioning.partitioner.initializing import (
+    check_only_arrays,
+    is_init_function,
+    place_state,
+    trace_init,
+)
 from partitioning.partitioner.objects import PartitionerObject
 from partitioning.partitioner.settings import MeshSetting, read_mesh
 from partitioning.partitioner.steps import Step, TrainingSetup
@@ -49,7 +54,7 @@ from partitioning.rules import (
     is_count,
     num_shards,
 )
-from partitioning.state import get_logical_axes
+from partitioning.state import get_logical_axes, unbox
 from partitioning.tracebacks import hide_own_frames
 from partitioning.values import kind_str
 
@@ -251,6 +256,7 @@ class BasePartitioner(PartitionerObject, abc.ABC):
             whose size its mesh axes do not divide.
         """
         if not is_init_function(init_or_state, args):
+            check_only_arrays(unbox(init_or_state), 'the state', 'holds', abstract=True)
             return self._plan_state(init_or_state)
         named, program = trace_init(init_or_state, self.mesh, self.logical_axis_rules, args)
         return dataclasses.replace(self._plan_state(named), program=program)

@@ -18,6 +18,7 @@ from partitioning.programs.contexts import in_context
 from partitioning.programs.trace_log import Arguments, check_not_pmapped
 from partitioning.rules import LogicalAxisRules, check_has_devices
 from partitioning.state import path_str, unbox
+from partitioning.state.boxes import is_metadata
 from partitioning.state.static_arrays import (
     AS_ARRAY_FIELD,
     evaluate_constants,
@@ -169,14 +170,19 @@ def array_str(x: Any) -> str:
     return f'{getattr(x, "dtype", type(x).__name__)}{list(np.shape(x))}'
 
 
-def check_only_arrays(tree: Any, subject: str, verb: str = 'returned') -> None:
+def check_only_arrays(
+    tree: Any, subject: str, verb: str = 'returned', *, abstract: bool = False
+) -> None:
     """Raises ValueError, with the path, if a leaf of a tree is no array and no number.
 
-    `subject` and `verb` say who returned or holds the tree.
+    `subject` and `verb` say who returned or holds the tree. Leaves may be `abstract` in a plan.
     """
     if tree is None:
         raise ValueError(f'{subject} {verb} None: end it with `return state`')
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    is_leaf = is_metadata if abstract else None
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
+        if abstract and (hasattr(leaf, 'dtype') or is_metadata(leaf)):
+            continue
         try:
             jax.typeof(leaf)
             is_array = not isinstance(leaf, jax.ShapeDtypeStruct)  # which some versions of jax take

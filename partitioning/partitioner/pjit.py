@@ -21,6 +21,7 @@ from partitioning.partitioner.chosen_rules import (
     describe_layout,
     with_slices,
 )
+from partitioning.partitioner.initializing import is_init_function
 from partitioning.partitioner.layout_parts import read_parts
 from partitioning.partitioner.settings import (
     LayoutSetting,
@@ -63,6 +64,7 @@ from partitioning.state import (
     says_itself,
     with_boxes,
 )
+from partitioning.values import value_str
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -297,6 +299,13 @@ class PjitPartitioner(BasePjitPartitioner):
           named: the state with its names, if `train_state` has lost them and is unknown here.
           budget: the most bytes that one device may hold; more is a ValueError.
         """
+        if isinstance(train_state, Plan):
+            raise ValueError('audit takes a state, not a Plan: write plan.audit()')
+        if is_init_function(train_state, ()):
+            raise ValueError(
+                f'audit takes a state, not {value_str(train_state)}: write '
+                'partitioner.plan(init, key).audit()'
+            )
         plan = self._plan_state(train_state if named is None else named)
         return plan.audit(train_state, budget=budget)
 

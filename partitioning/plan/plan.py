@@ -331,6 +331,11 @@ class Plan:
 
     def _program(self) -> InitProgram:
         if self.program is None:
+            if self.tree is None:
+                raise ValueError(
+                    'this plan lists arrays and does not hold the init function: use '
+                    'PjitPartitioner(mesh, plan).plan(init, key), which keeps its layout'
+                )
             raise ValueError(
                 'this plan was not made from an init function: use partitioner.plan(init, key)'
             )

@@ -8,16 +8,18 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import PartitionSpec
 
 from partitioning.plan.layouts import check_partition_rules
 from partitioning.plan.rows import SMALL
 from partitioning.plan.tables import Table, count, shape_str, text_tables
-from partitioning.rules import check_path_rules, spec_str
+from partitioning.rules import AxisRules, check_path_rules, spec_str
 from partitioning.state import nbytes, shape_of
 from partitioning.state.boxes import flatten_state
 from partitioning.state.naming import RuleTarget, rule_targets
 from partitioning.state.path_names import How, match_paths, why_unused
+from partitioning.values import value_str
 
 Shape = tuple[int, ...]
 _LISTED = 10  # the number of arrays that a table lists
@@ -125,11 +127,24 @@ def explain_rules(state: Any, rules: Sequence[tuple[str, Any]]) -> RuleMatches:
     Args:
       state: a pytree of parameters or a train state, abstract or not, of any library.
       rules: path rules, (regular expression, names) pairs, as `AxisRules(names=...)` takes them; or
-        partition rules, (regular expression, PartitionSpec) pairs, as PjitPartitioner does.
+        partition rules, (regular expression, PartitionSpec) pairs, as PjitPartitioner does. Of
+        AxisRules, the names are taken.
 
     Raises:
-      ValueError: if a rule is malformed.
+      ValueError: if a rule is malformed, or if `state` has no arrays.
     """
+    if not any(hasattr(x, 'dtype') for x in jax.tree.leaves(state)):
+        raise ValueError(
+            f'explain_rules takes a state or its parameters, but {value_str(state)} has no arrays: '
+            'write explain_rules(partitioner.eval_shape(init, key), rules)'
+        )
+    if isinstance(rules, AxisRules):
+        if not rules.names:
+            raise ValueError(
+                'explain_rules takes path rules, but these AxisRules have no names: write the '
+                "(regular expression, names) pairs, or AxisRules(names=[('.*/kernel', ...), ...])"
+            )
+        rules = rules.names
     how: How
     pairs: Sequence[tuple[str, Any]]
     if any(isinstance(rule, tuple | list) and _is_spec(rule[-1]) for rule in rules):

@@ -3,6 +3,7 @@
 import re
 
 import jax
+import numpy as np
 import optax
 import pytest
 from hypothesis import given, strategies as st
@@ -126,6 +127,25 @@ def test_malformed_rules_are_refused():
         explain_rules(MODEL, [('kernel', 'embed')])
     with pytest.raises(ValueError, match='path rules must be a list'):
         explain_rules(MODEL, 'kernel')
+
+
+@pytest.mark.parametrize(
+    'state, rules, said',
+    [
+        (lambda key: {}, [], r'the function <lambda> has no arrays: write .*eval_shape\(init, key'),
+        ({'params': {}}, [], r"\{'params': \{\}\} has no arrays"),
+        ({'w': np.ones((2, 2))}, AxisRules([('a', 'data')]), 'these AxisRules have no names'),
+    ],
+)
+def test_neither_a_state_nor_path_rules(state, rules, said):
+    with pytest.raises(ValueError, match=said):
+        explain_rules(state, rules)
+
+
+def test_the_names_of_axis_rules_are_path_rules():
+    state, names = {'w': np.ones((2, 2))}, [('w', ('embed', None))]
+    assert explain_rules(state, AxisRules(names=names)) == explain_rules(state, names)
+    assert explain_rules(state, AxisRules(names=names)).is_complete
 
 
 def test_the_table_fits_a_terminal():

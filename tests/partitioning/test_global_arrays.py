@@ -264,6 +264,21 @@ def test_only_jax_arrays_with_rows_have_local_rows(array):
         global_to_local({'loss': array})
 
 
+@pytest.mark.parametrize(
+    'batch, said',
+    [
+        ({'x': rows(8), 'y': [*range(8)]}, r'^y is a list of 8 numbers, .* numpy.asarray\(y\)$'),
+        ({'a': {'y': rows(8, 2).tolist()}}, r'^a/y is a list of 8 lists, of shape \(8, 2\)'),
+        ([1.0, 2.0], r'^the batch is a list of 2 numbers, .*asarray\(batch\)$'),
+    ],
+)
+def test_lists_of_numbers_are_not_arrays(batch, said):
+    with pytest.raises(ValueError, match=said):
+        PjitPartitioner({'data': 8}).to_global(batch)
+    settings = PjitPartitioner({'data': 8}).to_global((rows(8), 0.1, 2))
+    assert [x.shape for x in settings] == [(8,), (), ()]
+
+
 def test_arrays_in_messages_are_one_line():
     partitioner = PjitPartitioner({'data': 8})
     for call, said in (

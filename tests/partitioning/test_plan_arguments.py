@@ -98,6 +98,25 @@ def test_what_is_neither_a_state_nor_a_function(wrong):
 
 
 @pytest.mark.parametrize(
+    'extra, said',
+    [('run1', "the string 'run1' at extra"), (object(), 'object at extra'), (abs, 'function abs')],
+)
+@pytest.mark.parametrize('use', ['plan', 'setup'])
+def test_a_state_that_holds_other_values_than_arrays(use, extra, said):
+    args = [lambda state, batch: state] if use == 'setup' else []
+    with pytest.raises(ValueError, match=f'^the state holds .*{said}.*which is not an array'):
+        getattr(PjitPartitioner(SIZES, 'fsdp'), use)({**init(KEY), 'extra': extra}, *args)
+
+
+def test_an_audit_takes_a_state():
+    partitioner = PjitPartitioner(SIZES, 'fsdp')
+    with pytest.raises(ValueError, match=r'not a Plan: write plan.audit\(\)$'):
+        partitioner.audit(partitioner.plan(init, KEY))
+    with pytest.raises(ValueError, match=r'not the function init: write partitioner.plan\(init, k'):
+        partitioner.audit(init)
+
+
+@pytest.mark.parametrize(
     'args, said',
     [
         (
