@@ -8,6 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from meshwright.advice.advising import advise
+from meshwright.advice.buffer_changes import with_tried_changes
 from meshwright.advice.confirming import compile_variants
 from meshwright.advice.measuring import Measured, measure_costs
 from meshwright.advice.searching import find_variants
@@ -25,7 +26,9 @@ from meshwright.jaxpr import (
 )
 from meshwright.program.collectives import Collective
 from meshwright.program.costs import MemoryUse, ProgramCosts, read_costs, read_text
+from meshwright.program.hlo_text import parse_hlo
 from meshwright.program.peak_memory import LiveArray
+from meshwright.program.products import count_dot_flops
 from meshwright.report.forecasts import Compilation, Forecast, MemoryForecast, Replicated
 from meshwright.report.plain_values import map_texts
 from meshwright.time import Work, estimate_step_time, estimate_work, read_work
@@ -33,14 +36,16 @@ from meshwright.time.kernels import count_device_flops, find_kernel_work
 from meshwright.time.layers import describe_layers
 from meshwright.time.work import KernelWork
 from meshwright.user_lines import shorten_sources
+from partitioning.amounts import flops_str
 from partitioning.mesh import axis_rings, find_placement
 from partitioning.plan.audit import audit_rows
 from partitioning.rules import LogicalAxisRules
 
+_MORE = 1.02  # of an even share of the FLOPs: above it, devices compute the same
 _LARGEST = 20  # how many buffers a forecast lists
 # Which figures of a program for virtual CPU devices also hold for the machine of the forecast.
 _STAND_IN = (
-    'compiled for virtual CPU devices: the bytes of arguments and the FLOPs are exact',
+    'compiled for virtual CPU devices: the bytes of arguments are exact',
     'compiled for virtual CPU devices: temporaries and the peak were seen 12 to 43% higher than on '
     'TPUs; kernels that the model chooses by device are kernels for CPUs',
     'compiled for virtual CPU devices: exchanges of bfloat16 have twice their bytes, '
@@ -111,7 +116,10 @@ def describe_program(
         collectives=map_texts(collectives, shorten_sources),
         replicated=_replicated(held, mesh),
         warnings=map_texts(program.warnings, shorten_sources),
-        notes=tuple(_find_notes(program, target, used, memory.arguments)),
+        notes=(
+            *_find_notes(program, target, used, memory.arguments),
+            *_find_repeated(program, program_flops),
+        ),
         compilation=Compilation(seconds=0.0, peak_rss=0),
         arrays=tuple(array.row for array in held),
         rings=() if target.is_stand_in else tuple(axis_rings(mesh)),
@@ -214,7 +222,8 @@ def _explain(
 
         before = measure_costs(costs, _seconds(program, target, costs))
         advised = compile_variants(explained, advised, before, measure)
-    return advise(explained, advised), explained.buffers
+    exchanges = advise(explained, advised)
+    return exchanges, with_tried_changes(explained.buffers, exchanges)
 
 
 def _seconds(program: Program, target: Target, costs: ProgramCosts) -> float | None:
@@ -318,4 +327,16 @@ def _find_notes(
         yield (
             f'the program holds {abs(difference):,} bytes of arguments '
             f'{"more" if more else "less"} than their layouts say: {why}'
+        )
+
+
+def _find_repeated(program: Program, shared_flops: float) -> Iterator[str]:
+    """What devices multiply in addition to an even share, because several compute the same."""
+    if program.compiled is None:
+        return
+    flops = count_dot_flops(parse_hlo(read_text(program.compiled)))
+    if flops is not None and flops > _MORE * shared_flops:
+        yield (
+            f'as compiled, a device multiplies {flops_str(flops)}, and not the even share of '
+            f'{flops_str(shared_flops)}: several devices compute the same, or parts are padded'
         )

@@ -12,6 +12,7 @@ from typing import Any, Self
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from meshwright.calls.abstract_modules import structs_as_arrays
 from meshwright.calls.held import ON_HOST, ArgumentRole, HeldArray, named_role, row_of_array
 from meshwright.calls.moved_jaxpr import Move
 from meshwright.calls.roles import find_roles
@@ -103,7 +104,8 @@ class PlainCall:
             traced = self.fn.trace(*self.args)
             if isinstance(traced, jax.stages.Traced):
                 return read_trace(traced)
-        return trace_while(lambda: self.fn.lower(*self.args))
+        with structs_as_arrays():
+            return trace_while(lambda: self.fn.lower(*self.args))
 
     def trace(self) -> TracedCall:
         """Traces the function."""

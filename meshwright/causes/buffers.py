@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from meshwright.causes.cause import Cause, Change, CodeChange, RuleChange, over, what_is
+from meshwright.causes.cause import Cause, Change, RuleChange, over, what_is
 from meshwright.causes.data_flow import Place
 from meshwright.causes.evidence import layout_of
 from meshwright.causes.layouts import names_by_axes
 from meshwright.causes.possible_changes import PossibleChanges
 from meshwright.causes.value_matching import Matcher
-from meshwright.causes.whole_dimensions import written_otherwise
 from meshwright.jaxpr import MemoryEstimate, TracedProgram
 from meshwright.jaxpr.naming import name_values
 from meshwright.jaxpr.values import Value
@@ -69,15 +68,14 @@ def _explain_value(value: Value, source: str, array: ArrayType, possible: Possib
     layout = layout_of(value, array, layouts)
     unused = layouts.unused_axes(layout) if layout else ()
     is_stacked = bool(value.loop) and not value.backward
-    changes: list[Change] = [*written_otherwise(value, source, layouts)]
-    needs_whole = bool(changes)
+    changes: list[Change] = []
     if unused:
         changes += [*possible.standard_rules(value), *possible.fitting_layouts(value)]
     if value.gradient_of and not is_stacked and not value.argument:
         changes += possible.shard_more(value.gradient_of)
     if unused and not value.argument and not value.gradient_of:
         changes += possible.shard_value(value, layout)
-    suspect = possible.saves(changes) or needs_whole
+    suspect = possible.saves(changes)
     why = f'{what_is(value)}, made by {value.primitive or "the caller"}'
     if is_stacked:
         source, loop = value.line, user_line(value.loop)
@@ -91,9 +89,6 @@ def _explain_value(value: Value, source: str, array: ArrayType, possible: Possib
         why = what_is(value)
     if unused and (value.argument or changes):
         why += f'; each device has all of it along {over(unused)}'
-    if is_stacked:
-        text = f'recompute it: apply jax.checkpoint to the body of the loop at {loop}'
-        changes.append(CodeChange(source=loop, text=text))
     return Cause(
         source=source,
         array=what_is(value),

@@ -12,10 +12,10 @@ from meshwright.findings.forward_layouts import DENSE_PRODUCTS
 from meshwright.findings.program_facts import ProgramFacts, free_dimension
 from meshwright.findings.wording import axes_str, line_of, type_str
 from meshwright.jaxpr.factor_rules import find_factors
-from meshwright.jaxpr.values import Step, Value
+from meshwright.jaxpr.values import Axes, Step, Value
 from partitioning.amounts import bytes_str
 from partitioning.plan.findings import Finding
-from partitioning.rules import describe_axes
+from partitioning.rules import as_tuple, describe_axes
 
 _CALLBACKS = {
     'pure_callback': 'jax.pure_callback',
@@ -53,6 +53,12 @@ def find_cut_products(facts: ProgramFacts) -> Iterator[Finding]:
                     if (weight.argument, axis) in seen or _is_meant(facts, other, axis):
                         continue
                     seen.add((weight.argument, axis))
+                    border = _border_before(facts, other, axis)
+                    if border is not None:
+                        if not _uses(border, axis) and line_of(border) not in lines:
+                            lines.add(line_of(border))
+                            yield _describe_border(facts, axis, border, step, number, d)
+                        continue
                     constraint = _constraint_before(other, axis)
                     if constraint is not None and line_of(constraint) not in lines:
                         lines.add(line_of(constraint))
@@ -65,22 +71,59 @@ def find_cut_products(facts: ProgramFacts) -> Iterator[Finding]:
         yield Finding('warning', 'cut product', line, _describe_cut(facts, axis, group))
 
 
-def _constraint_before(value: Value, axis: str) -> Step | None:
-    """The constraint that makes an operand whole along a mesh axis which divided it, if any."""
+def _values_before(value: Value) -> Iterator[Value]:
+    """A value and the values of its shape that it is made from, the near ones first."""
     pending, seen = [value], set[int]()
     while pending and len(seen) < _BEFORE:
         current = pending.pop(0)
-        step = current.maker
-        if id(current) in seen or step is None:
+        if id(current) in seen:
             continue
         seen.add(id(current))
-        if step.name == 'sharding_constraint' and not step.is_border:
+        yield current
+        pending += [one for one in current.operands if one.shape == current.shape]
+
+
+def _constraint_before(value: Value, axis: str) -> Step | None:
+    """The constraint that makes an operand whole along a mesh axis which divided it, if any."""
+    for near in _values_before(value):
+        step = near.maker
+        if step is not None and step.name == 'sharding_constraint' and not step.is_border:
             pair = step.inputs[0], step.outputs[0]
             before, after = ({a for own in v.axes for a in own or ()} for v in pair)
             if axis in before - after:
                 return step
-        pending += [one for one in current.operands if one.shape == current.shape]
     return None
+
+
+def _border_before(facts: ProgramFacts, value: Value, axis: str) -> Step | None:
+    """The end of the shard_map whose out_specs make an operand whole along a mesh axis, if any."""
+    borders = (facts.borders.get(id(near)) for near in _values_before(value))
+    return next((b for b in borders if b is not None and axis in b.params['axes']), None)
+
+
+def _uses(border: Step, axis: str) -> bool:
+    """Whether the in_specs or out_specs of a shard_map have a mesh axis."""
+    params = border.place.equation.params
+    specs = (*params['in_specs'], *params['out_specs'])
+    return any(axis in as_tuple(own) for spec in specs for own in spec if own is not None)
+
+
+def _describe_border(
+    facts: ProgramFacts, axis: str, border: Step, product: Step, number: int, d: int
+) -> Finding:
+    made, size, factors = border.outputs[0], facts.sizes[axis], find_factors(product)
+    summed = {*factors.inputs[number][d]}
+    e = next(e for e, dim in enumerate(factors.inputs[1 - number]) if summed & {*dim})
+    spec = [(*(own or ()), axis) if n == e else own or () for n, own in enumerate(made.axes)]
+    return Finding(
+        'warning',
+        'whole shard_map',
+        line_of(border),
+        f'the in_specs and out_specs of this shard_map have no {axis!r}, so the {size} devices '
+        f'along it compute the same {type_str(made)}, of which the product at {line_of(product)} '
+        f'uses a part on each: write {axes_str(spec)} in its out_specs, and {axis!r} for the same '
+        'dimension in its in_specs, which now gather what is sharded over it',
+    )
 
 
 def _describe_gathered(
@@ -137,7 +180,10 @@ def _describe_cut(facts: ProgramFacts, axis: str, group: Sequence[tuple[Step, in
 
 
 def find_gathered_rows(facts: ProgramFacts) -> Iterator[Finding]:
-    """Constraints that make an activation whole along an axis that divided its rows."""
+    """Constraints that make an activation whole along an axis that divided its rows.
+
+    A sequence that is gathered for attention, and scattered after it, is no such activation.
+    """
     batch = sum(map(facts.shard_bytes, facts.batch))
     seen = set[str]()
     for step in facts.steps:
@@ -150,13 +196,15 @@ def find_gathered_rows(facts: ProgramFacts) -> Iterator[Finding]:
         after = {a for own in made.axes for a in own or ()}
         for axis in before.keys() - after:
             line = line_of(step)
-            if axis not in facts.row_axes or line in seen:
+            if axis not in facts.first_axes or line in seen:
                 continue
             if made.shard_bytes(facts.sizes) < max(_LEAST, batch // 8):
                 continue
             seen.add(line)
             kept = [
-                (axis, *(own or ())) if d == before[axis] else own or ()
+                _in_order((axis, *(own or ())), given.axes[d] or ())
+                if d == before[axis]
+                else own or ()
                 for d, own in enumerate(made.axes)
             ]
             yield Finding(
@@ -168,6 +216,13 @@ def find_gathered_rows(facts: ProgramFacts) -> Iterator[Finding]:
                 f'in place of {bytes_str(given.shard_bytes(facts.sizes))}, and computes the same; '
                 f'write {axes_str(kept)}',
             )
+
+
+def _in_order(axes: Axes, before: Axes) -> Axes:
+    """Mesh axes in the order in which a dimension had them, new ones last."""
+    return tuple(
+        sorted(axes, key=lambda axis: before.index(axis) if axis in before else len(before))
+    )
 
 
 def find_indivisible_constraints(facts: ProgramFacts) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from meshwright.causes.row_axes import is_meant_for_rows
 from meshwright.findings.forward_layouts import ForwardLayouts
 from meshwright.jax_private import TracedCall
 from meshwright.jaxpr.naming import name_values
-from meshwright.jaxpr.values import TO_LOCAL, Axes, Block, Step
+from meshwright.jaxpr.values import TO_GLOBAL, TO_LOCAL, Axes, Block, Step
 from meshwright.jaxpr.writing_out import spec_axes, write_out
 from partitioning.rules import MeshLike, axis_sizes
 
@@ -160,6 +160,18 @@ class ProgramFacts:
     def row_axes(self) -> frozenset[str]:
         """The mesh axes that shard the batch, or activations at a border of a shard_map."""
         return frozenset(a for i in self.batch for axes in self.axes[i] for a in axes)
+
+    @functools.cached_property
+    def borders(self) -> dict[int, Step]:
+        """The ends of the shard_maps, by the identities of the arrays that they return."""
+        ends = (step for step in self.steps if step.name == TO_GLOBAL)
+        return {id(value): step for step in ends for value in step.outputs}
+
+    @functools.cached_property
+    def first_axes(self) -> frozenset[str]:
+        """The mesh axes of the first sharded dimension of the batch: its rows, not its sequence."""
+        first = (next((own for own in self.axes[i] if own), ()) for i in self.batch)
+        return frozenset(a for own in first for a in own)
 
     @functools.cached_property
     def activation_axes(self) -> frozenset[str]:

@@ -420,6 +420,92 @@ def test_modules_of_equinox():
     assert 'model/layers/0/weight' in found[0].message
 
 
+def sequence_parallel(*, mends):
+    """Tensor parallelism whose residuals are split along the sequence: gathered, and scattered."""
+    mesh = mesh_of(data=2, model=4)
+
+    def keep(x, *spec):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(params, x):
+        def loss(params):
+            y = keep(x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True)), *mends)
+            hidden = keep(jax.nn.relu(y @ params['up']), 'data', None, 'model')
+            return (keep(hidden @ params['down'], 'data', 'model') ** 2).mean()
+
+        return jax.tree.map(jnp.subtract, params, jax.grad(loss)(params))
+
+    def struct(shape, *spec):
+        return jax.ShapeDtypeStruct(shape, 'float32', sharding=NamedSharding(mesh, P(*spec)))
+
+    params = {'up': struct((64, 256), None, 'model'), 'down': struct((256, 64), 'model')}
+    return step, params, struct((16, 64, 64), 'data', 'model')
+
+
+def test_a_sequence_is_gathered_on_purpose_and_rows_are_not():
+    assert not mw.lint(*sequence_parallel(mends=['data']), compile=False)
+    [found] = mw.lint(*sequence_parallel(mends=[None, None]), compile=False)
+    assert found.kind == 'gathered rows'
+    assert "whole along 'data'" in found.message
+
+
+def test_the_order_of_the_axes_of_rows():
+    mesh = mesh_of(replica=2, fsdp=4)
+
+    @jax.jit
+    def step(params, x):
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P('replica')))
+        return jax.grad(lambda params: ((x @ params['w']) ** 2).mean())(params)
+
+    def struct(*spec):
+        return jax.ShapeDtypeStruct((64, 64), 'float32', sharding=NamedSharding(mesh, P(*spec)))
+
+    found = mw.lint(step, {'w': struct('fsdp')}, struct(('replica', 'fsdp')), compile=False)
+    assert (
+        "write P(('replica', 'fsdp'), None)" in {f.kind: f.message for f in found}['gathered rows']
+    )
+
+
+def test_a_shard_map_whose_specs_lack_an_axis():
+    """Its specs decide, and not the layout of the kernel after it; following it sends less."""
+    mesh = mesh_of(data=2, model=4)
+
+    def lint_and_forecast(heads):
+        def core(x):
+            return jnp.einsum('bshk,bthk->bhst', x, x).sum(-1)
+
+        mapped = jax.shard_map(core, mesh=mesh, in_specs=heads, out_specs=P(heads[0], *heads[2:]))
+
+        @jax.jit
+        def step(params, x):
+            mixed = mapped(jnp.einsum('bsd,dhk->bshk', x, params['query']))
+            return jnp.einsum('bhs,hsd->bd', mixed, params['out'])
+
+        def struct(shape, *spec):
+            return jax.ShapeDtypeStruct(shape, 'float32', sharding=NamedSharding(mesh, P(*spec)))
+
+        params = {
+            'query': struct((64, 8, 16), None, 'model'),
+            'out': struct((8, 32, 64), 'model'),
+        }
+        args = step, params, struct((8, 32, 64), 'data')
+        return mw.lint(*args, compile=False), mw.forecast(*args)
+
+    found, made = lint_and_forecast(P('data', None, None))
+    assert [f.kind for f in found] == ['whole shard_map']
+    assert "write P('data', 'model', None) in its out_specs" in found[0].message
+    # All 8 heads of the 4 rows of a device, in place of 2 of them.
+    attention = 2 * 4 * 8 * 32 * 32 * 16
+    even = 2 * (8 * 32 * 64 * 128 + 8 * 8 * 32 * 64) / 8
+    assert made.program_flops == even + attention
+    found, mended = lint_and_forecast(P('data', None, 'model'))
+    assert not found
+    assert sum(c.total_bytes for c, _ in mended.collectives) < sum(
+        c.total_bytes for c, _ in made.collectives
+    )
+
+
 def test_the_program_of_the_readme(monkeypatch):
     """What the readme shows of its program is what is found, and its two changes mend it."""
     blocks = read_blocks('README.md')

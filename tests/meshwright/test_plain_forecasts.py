@@ -151,6 +151,52 @@ def test_functions_of_nnx_and_equinox():
         assert summed == pytest.approx(2 * 7 / 8 * gradients, rel=1e-3)
 
 
+def test_abstract_arguments_of_equinox():
+    """Structs are arguments, as arrays are; what is neither stays a constant of the function."""
+    eqx = pytest.importorskip(
+        'equinox', reason='equinox is not installed; the extra clients has it'
+    )
+    mesh = make_mesh(8, 1)
+    rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (['data'], []))
+
+    @eqx.filter_jit(donate='all-except-first')
+    def step(scale, model, x):
+        return eqx.filter_grad(lambda model: scale * (jax.vmap(model)(x) ** 2).mean())(model)
+
+    def place(x):
+        is_struct = isinstance(x, jax.ShapeDtypeStruct)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) if is_struct else x
+
+    mlp = eqx.filter_eval_shape(eqx.nn.MLP, WIDTH, WIDTH, HIDDEN, 1, key=jax.random.key(0))
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), 'float32', sharding=rows)
+    made = forecast(step, 2.0, jax.tree.map(place, mlp), x)
+    gradients = 4 * (2 * WIDTH * HIDDEN + WIDTH + HIDDEN)
+    assert made.memory.arguments == gradients + 4 * ROWS // 8 * WIDTH
+    summed = sum(c.total_bytes for c, _ in made.collectives if c.kind == 'all-reduce')
+    assert summed == pytest.approx(2 * 7 / 8 * gradients, rel=1e-3)
+
+
+def test_a_device_multiplies_more_than_an_even_share():
+    """With specs that divide the rows by 2, each of 8 devices multiplies a half, not an eighth."""
+    mesh = make_mesh(2, 4)
+
+    def notes(spec):
+        mapped = jax.shard_map(
+            jnp.matmul, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec
+        )
+        step = jax.jit(lambda x, w: jnp.tanh(mapped(x, w)) @ w)
+        rows = NamedSharding(mesh, PartitionSpec(('data', 'model')))
+        x = jax.ShapeDtypeStruct((ROWS, WIDTH), 'float32', sharding=rows)
+        w = jax.ShapeDtypeStruct(
+            (WIDTH, WIDTH), 'float32', sharding=NamedSharding(mesh, PartitionSpec())
+        )
+        return [n for n in forecast(step, x, w).notes if n.startswith('as compiled')]
+
+    assert not notes(PartitionSpec(('data', 'model')))
+    [note] = notes(PartitionSpec('data'))
+    assert 'several devices compute the same' in note
+
+
 def test_a_traced_function_has_its_arguments():
     mesh = make_mesh(4, 2)
     traced = make_step(mesh).trace(*make_args(mesh))
