@@ -222,8 +222,8 @@ def _explain(
 
         before = measure_costs(costs, _seconds(program, target, costs))
         advised = compile_variants(explained, advised, before, measure)
-    exchanges = advise(explained, advised)
-    return exchanges, with_tried_changes(explained.buffers, exchanges)
+    told = advise(explained, advised)
+    return told, with_tried_changes(explained.buffers, told)
 
 
 def _seconds(program: Program, target: Target, costs: ProgramCosts) -> float | None:
