@@ -21,6 +21,7 @@ from partitioning.layout import (
     host_local_array_to_global_array,
     local_to_global,
 )
+from partitioning.partitioner.batches import check_data_spec
 from partitioning.partitioner.initializing import (
     check_only_arrays,
     is_init_function,
@@ -29,7 +30,7 @@ from partitioning.partitioner.initializing import (
 )
 from partitioning.partitioner.objects import PartitionerObject
 from partitioning.partitioner.settings import MeshSetting, read_mesh
-from partitioning.partitioner.steps import Step, TrainingSetup
+from partitioning.partitioner.steps import Step, TrainingSetup, check_step_is_second
 from partitioning.partitioner.t5x_settings import (
     MISSING,
     MeshSettings,
@@ -43,6 +44,7 @@ from partitioning.programs.partitioned_function import (
     CompiledPartitionedCallable,
     PartitionedCallable,
 )
+from partitioning.programs.trace_log import check_init
 from partitioning.rules import (
     LogicalAxisRules,
     MeshAxes,
@@ -258,6 +260,7 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         if not is_init_function(init_or_state, args):
             check_only_arrays(unbox(init_or_state), 'the state', 'holds', abstract=True)
             return self._plan_state(init_or_state)
+        check_init(init_or_state, args)
         named, program = trace_init(init_or_state, self.mesh, self.logical_axis_rules, args)
         return dataclasses.replace(self._plan_state(named), program=program)
 
@@ -302,6 +305,12 @@ class BasePartitioner(PartitionerObject, abc.ABC):
             the same structure, shapes and dtypes, or the data axes do not divide an array of the
             batch.
         """
+        step_name = getattr(train_step, '__name__', 'train_step')
+        if is_init_function(init_or_state, args):
+            check_step_is_second(init_or_state, train_step, args)
+            check_init(init_or_state, args, f'setup({{}}, {step_name}, {{}})')
+        if data_spec is not None:
+            check_data_spec(data_spec, self.mesh, self.logical_axis_rules)
         plan = self.plan(init_or_state, *args)
         state = plan.init(*args) if plan.program else place_state(init_or_state, plan)
         spec = self._checked_data_spec if data_spec is None else data_spec

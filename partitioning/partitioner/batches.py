@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from partitioning.programs.boundary import is_numeric, to_shardings
 from partitioning.programs.inner_layouts import is_resource
 from partitioning.rules import (
+    LogicalAxisRules,
     as_tuple,
     axis_sizes,
     either,
@@ -18,8 +19,7 @@ from partitioning.rules import (
     sizes_that_fit,
     spec_str,
 )
-from partitioning.state.structures import TreeMismatchError, pair_leaves
-from partitioning.values import value_str
+from partitioning.state.structures import KeyPath, TreeMismatchError, pair_leaves
 
 _OLD_KEYS = ((2,), (4,))  # of 'threefry2x32', and of 'rbg' and 'unsafe_rbg'
 
@@ -60,14 +60,15 @@ def batch_specs(batch: Any, spec: Any, mesh: Mesh, name: str, *, is_default: boo
     return jax.tree.map(lambda x: spec if np.ndim(x) else PartitionSpec(), batch)
 
 
-def check_data_spec(spec: Any, mesh: Mesh) -> None:
-    """Raises ValueError if a data_spec is not specs, or if the mesh cannot have one of them."""
-    for path, x in jax.tree_util.tree_leaves_with_path(spec, is_leaf=is_resource):
-        if not is_resource(x):
-            where = f'data_spec{jax.tree_util.keystr(path)}'
-            write = f': write P({x!r})' if isinstance(x, str) else ''
-            raise ValueError(f'{where} must be a PartitionSpec, not {value_str(x)}{write}')
-    to_shardings({'data_spec': spec}, mesh, allow_unconstrained=True)
+def check_data_spec(
+    spec: Any, mesh: Mesh, rules: LogicalAxisRules = (), setting: str = 'data_spec'
+) -> None:
+    """Raises ValueError if the layout of a batch is not specs that the mesh can have."""
+
+    def name(path: KeyPath) -> str:
+        return f'{setting}{jax.tree_util.keystr(path[1:])}'
+
+    to_shardings((spec,), mesh, allow_unconstrained=True, rules=rules, name=name)
 
 
 def _check_structure(batch: Any, spec: Any, name: str) -> None:

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from partitioning.constraints import lay_out
-from partitioning.partitioner.batches import batch_specs, check_data_spec, has_rows
+from partitioning.partitioner.batches import batch_specs, has_rows
 from partitioning.partitioner.initializing import array_str, check_only_arrays
 from partitioning.programs.contexts import PjittedFnWithContext
+from partitioning.programs.inner_layouts import is_resource
 from partitioning.programs.partitioned_function import PartitionedCallable
 from partitioning.programs.trace_log import Arguments, check_not_pmapped
 from partitioning.state import path_str
@@ -69,7 +70,6 @@ class Step(PjittedFnWithContext):
     ):
         if not callable(train_step):
             raise ValueError(f'train_step must be a function, not {value_str(train_step)}')
-        check_data_spec(data_spec, mesh)
         self._mesh, self._arguments = mesh, Arguments(train_step)
         arguments = self._arguments
         self._static = arguments.check_indices(static_argnums, 'static_argnums')
@@ -77,6 +77,12 @@ class Step(PjittedFnWithContext):
             raise ValueError(
                 f'{arguments.function}: static_argnums={static_argnums} names '
                 f'{arguments.name(min(self._static))}, but the state and the batch are arrays'
+            )
+        if not arguments.unlimited and len(arguments.positional) < 2:
+            takes = ', '.join(arguments.positional)
+            raise ValueError(
+                f'train_step must take (state, batch) by position, but {arguments.function} takes '
+                f'({takes}): write a function of the state and the batch'
             )
         self._needed, self._defaults = _positional(arguments, self._static)
         # jax.jit has to know the layout of a result before it is traced. The function that is
@@ -199,6 +205,20 @@ class Step(PjittedFnWithContext):
                     f'traced: write setup(..., static_argnums={index}), which compiles the step '
                     'for each value'
                 ) from error
+
+
+def check_step_is_second(init: Any, train_step: Any, args: Sequence[Any]) -> None:
+    """Raises ValueError if only the step, not the init function, takes the arguments of setup."""
+    modules = hasattr(init, 'apply') or hasattr(train_step, 'apply')
+    if modules or not callable(init) or not callable(train_step) or any(map(is_resource, args)):
+        return
+    first, second = Arguments(init), Arguments(train_step)
+    if first.call_error(args, {}) and second.signature and not second.call_error(args, {}):
+        raise ValueError(
+            f'{first.function} does not take what follows the two functions, but {second.function} '
+            'does: the init function comes first, as in '
+            f'setup({second.function}, {first.function}, ...)'
+        )
 
 
 def _positional(arguments: Arguments, static: Sequence[int]) -> tuple[int, tuple[Any, ...]]:

@@ -18,7 +18,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from partitioning.hardware import OptionValue
 from partitioning.programs.inner_layouts import inner_spec, is_resource
 from partitioning.programs.trace_log import Arguments, OnRecompile, positions
-from partitioning.rules import PaddedSpec, boundary_spec, check_definite, check_spec
+from partitioning.rules import (
+    LogicalAxisRules,
+    PaddedSpec,
+    as_tuple,
+    boundary_spec,
+    check_definite,
+    check_spec,
+    logical_to_mesh_axes,
+    sharding_axes,
+    spec_str,
+)
 from partitioning.state import path_str
 from partitioning.state.structures import KeyPath, TreeMismatchError, pair_leaves
 from partitioning.values import value_str
@@ -96,7 +106,9 @@ class Argument(NamedTuple):
         return pair_leaves(self.entry, self.value, prefix=True, static_fields=static_fields)
 
 
-def find_boundary(settings: PartitionSettings, mesh: Mesh) -> Boundary:
+def find_boundary(
+    settings: PartitionSettings, mesh: Mesh, rules: LogicalAxisRules = ()
+) -> Boundary:
     """The boundary on a mesh that settings describe; they must fit the function and the mesh."""
     arguments = Arguments(settings.fn)
     static = arguments.check_indices(settings.static_argnums, 'static_argnums')
@@ -108,21 +120,46 @@ def find_boundary(settings: PartitionSettings, mesh: Mesh) -> Boundary:
                 'donate_argnums, but a constant has no buffer to donate: remove one'
             )
     _check_entries(arguments, settings.in_shardings, static)
+    dynamic = [i for i in range(len(arguments.positional)) if i not in static]
+    function = arguments.function
+
+    def of_argument(path: KeyPath) -> str:
+        if not path:
+            return f'{function}: in_shardings'
+        entry: int = path[0].idx
+        argument = arguments.name(dynamic[entry] if entry < len(dynamic) else entry)
+        return f'{function}: in_shardings{_key(path)} ({argument})'
+
+    def of_result(path: KeyPath) -> str:
+        return f'{function}: out_shardings{_key(path)}'
+
     return Boundary(
         arguments=arguments,
         mesh=mesh,
-        in_shardings=to_shardings(settings.in_shardings, mesh, allow_unconstrained=True),
-        out_shardings=to_shardings(settings.out_shardings, mesh, allow_unconstrained=True),
+        in_shardings=to_shardings(
+            settings.in_shardings, mesh, allow_unconstrained=True, rules=rules, name=of_argument
+        ),
+        out_shardings=to_shardings(
+            settings.out_shardings, mesh, allow_unconstrained=True, rules=rules, name=of_result
+        ),
         static=static,
         donated=donated,
     )
 
 
-def to_shardings(resources: Any, mesh: Mesh, *, allow_unconstrained: bool = False) -> Any:
+def to_shardings(
+    resources: Any,
+    mesh: Mesh,
+    *,
+    allow_unconstrained: bool = False,
+    rules: LogicalAxisRules = (),
+    name: Callable[[KeyPath], str] | None = None,
+) -> Any:
     """The shardings on `mesh` of a pytree of PartitionSpecs, Shardings or None, which replicates.
 
     With `allow_unconstrained`, a spec may have UNCONSTRAINED dimensions. It becomes None: jax.jit
-    then keeps or chooses the layout, and `lay_out_inside` applies the rest of the spec.
+    then keeps or chooses the layout, and `lay_out_inside` applies the rest of the spec. `name` is
+    the name of a leaf in messages, and `rules` tell logical axes from axes of the mesh.
 
     Raises:
       ValueError: if a leaf is anything else, or if the mesh cannot have a spec.
@@ -133,14 +170,16 @@ def to_shardings(resources: Any, mesh: Mesh, *, allow_unconstrained: bool = Fals
             return leaf
         spec = leaf.spec if isinstance(leaf, NamedSharding) else boundary_spec(leaf)
         spec = PartitionSpec() if leaf is None else spec
-        where = path_str(path) or 'axis resource'
+        where = (path_str(path) or 'axis resource') if name is None else name(path)
         if not isinstance(spec, PartitionSpec):
             raise ValueError(
-                f'{where}: a resource must be a PartitionSpec, a Sharding or None, not '
-                f'{value_str(leaf)}; '
-                'plan.specs has the PartitionSpecs of a state with logical axes'
+                f'{where} must be a PartitionSpec, a Sharding or None, not {value_str(leaf)}'
+                f'{_as_spec(leaf, mesh)}'
             )
-        check_spec(spec, mesh, where)
+        try:
+            check_spec(spec, mesh, where)
+        except ValueError as error:
+            raise ValueError(f'{error}{_of_rules(spec, rules, mesh)}') from None
         if not allow_unconstrained:
             check_definite(spec, where)
         elif isinstance(inner_spec(leaf), PartitionSpec):
@@ -149,7 +188,42 @@ def to_shardings(resources: Any, mesh: Mesh, *, allow_unconstrained: bool = Fals
             check_spec(leaf.inside, mesh, where)
         return NamedSharding(mesh, spec)
 
-    return jax.tree_util.tree_map_with_path(convert, resources, is_leaf=is_resource)
+    return jax.tree_util.tree_map_with_path(
+        convert, resources, is_leaf=lambda x: is_resource(x) or (x is not resources and _is_bare(x))
+    )
+
+
+def _key(path: KeyPath) -> str:
+    return jax.tree_util.keystr(path)
+
+
+def _is_bare(x: Any) -> bool:
+    """Whether a node is the entries of a spec without P, such as ('data', None)."""
+    bare = isinstance(x, tuple | list) and any(isinstance(entry, str) for entry in x)
+    return bare and all(sharding_axes(entry) or entry is None for entry in x)
+
+
+def _as_spec(x: Any, mesh: Mesh) -> str:
+    """What to write instead of something that is no PartitionSpec."""
+    if isinstance(x, str) or _is_bare(x):
+        spec = PartitionSpec(*as_tuple(x))
+        if all(axis in mesh.shape for entry in as_tuple(x) for axis in sharding_axes(entry)):
+            return f': write {spec_str(spec)}'
+        return '; plan.specs has the PartitionSpecs of a state with logical axes'
+    return ': write its .specs' if hasattr(x, 'specs') else ''
+
+
+def _of_rules(spec: PartitionSpec, rules: LogicalAxisRules, mesh: Mesh) -> str:
+    """What to write if a spec has logical axes of the rules for axes of the mesh, or ''."""
+    entries = tuple(getattr(spec, 'partitions', spec))
+    names = [axis for entry in entries for axis in sharding_axes(entry) if axis not in mesh.shape]
+    if not names or not {*names} <= {rule[0] for rule in rules}:
+        return ''
+    try:
+        shown = spec_str(boundary_spec(logical_to_mesh_axes(entries, rules, mesh=mesh)))
+    except ValueError:  # of some mesh axis among the names
+        return ''
+    return f' {names[0]!r} is a logical axis, which constrain takes; by the rules, write {shown}'
 
 
 def _check_entries(arguments: Arguments, in_resources: Any, static: Sequence[int]) -> None:

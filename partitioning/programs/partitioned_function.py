@@ -76,7 +76,7 @@ class PartitionedFunction(PjittedFnWithContext):
             settings = dataclasses.replace(settings, in_shardings=entries)
         self.settings = settings
         self.partitioner: Any = None
-        self.boundary = boundary = find_boundary(settings, mesh)
+        self.boundary = boundary = find_boundary(settings, mesh, rules)
         self.trace_log = TraceLog(boundary.arguments, boundary.static, settings.on_recompile)
         self._gradient_rules = gradient_rules
         self._jit = functools.partial(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
+from jax.sharding import PartitionSpec, Sharding
 
 from partitioning.hardware import is_pmapped
 from partitioning.rules import nearest
@@ -123,6 +124,38 @@ def check_not_pmapped(fn: Callable[..., Any]) -> None:
             'jax.pmap; if it calls lax.pmean or lax.psum, pass jax.vmap(fn.__wrapped__, None, '
             "None, axis_name='batch', axis_size=1) with the name of its axis, or remove them"
         )
+
+
+def check_init(init: Any, args: Sequence[Any], write: str = '({}, {})') -> None:
+    """Raises ValueError if a function that makes a state does not take these arguments.
+
+    `write` is the call in which both are passed.
+    """
+    if all(callable(getattr(init, name, None)) for name in ('init', 'apply')):
+        call = write.format('model.init', 'key, x')
+        raise ValueError(
+            f'{type(init).__name__} is a module, not a function that makes a state: write {call}'
+        )
+    for i, arg in enumerate(args):
+        if isinstance(arg, PartitionSpec | Sharding):
+            raise ValueError(
+                f'argument {i + 1} of the init function is {arg}, a layout and no array: '
+                'the layout of a batch is setup(..., data_spec=...)'
+            )
+    arguments = Arguments(init)
+    if arguments.signature is None:
+        return
+    try:
+        arguments.signature.bind(*args)
+    except TypeError as error:
+        empty = inspect.Parameter.empty
+        known = arguments.signature.parameters.values()
+        needed = [p.name for p in known if p.kind in _POSITIONAL and p.default is empty]
+        takes = ', '.join(arguments.positional)
+        call = write.format(arguments.function, ', '.join(needed)).replace(', )', ')')
+        raise ValueError(
+            f'{arguments.function}({takes}) got {len(args)} arguments ({error}): write {call}'
+        ) from None
 
 
 OnRecompile = Literal['allow', 'error']

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from partitioning.values import value_str
@@ -20,6 +20,12 @@ def check_path_rules(rules: Iterable[Any]) -> tuple[tuple[str, tuple[Any, ...]],
     Raises:
       ValueError: if a rule is not such a pair, or its regular expression is invalid.
     """
+    if isinstance(rules, Mapping):
+        pair = next(iter(rules.items()), ('.*/kernel', ('embed', 'mlp')))
+        raise ValueError(
+            f'path rules must be a list of pairs, not a dict, as in [{pair!r}, ...]: write '
+            'list(rules.items())'
+        )
     if isinstance(rules, str) or not isinstance(rules, Iterable):
         raise ValueError(
             "path rules must be a list such as [('.*/kernel', ('embed', 'mlp')), ...], not "

@@ -62,7 +62,7 @@ def _standard_rules(
             example = [('batch', from_tuple(usual or others[:1] or mesh_axes)), ('mlp', axis)]
             raise ValueError(
                 f'no standard rule uses mesh axis {axis!r}, so every array would be replicated '
-                f'over it. Write the rules for your names, as in logical_axis_rules={example!r}, '
+                f'over it. Write the rules for your names, as in layout={example!r}, '
                 f'or rename the axis to one of {", ".join(STANDARD_MESH_AXES)}.'
                 f'{nearest(axis, STANDARD_MESH_AXES)}'
             )

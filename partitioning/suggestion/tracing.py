@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from partitioning.mesh import MeshConfig
 from partitioning.programs.contexts import in_context
+from partitioning.programs.trace_log import check_init
 from partitioning.rules import MeshLike, is_count
 from partitioning.suggestion.notes import rules_of
 
@@ -54,15 +54,7 @@ def trace_state(init: Callable[..., Any], mesh: MeshLike | None, args: tuple[Any
       ValueError: if `init` takes other arguments.
     """
     name = getattr(init, '__name__', 'init')
-    try:
-        inspect.signature(init).bind(*args)
-    except TypeError as error:
-        raise ValueError(
-            f'{name} cannot be called with {len(args)} arguments ({error}): write '
-            f'suggest_rules({name}, mesh, ...) with the arguments of {name} after the mesh'
-        ) from None
-    except ValueError:  # some functions have no signature
-        pass
+    check_init(init, args, 'suggest_rules({}, mesh, {})')
 
     @functools.wraps(init)
     def arrays(*args: Any) -> Any:

@@ -86,6 +86,13 @@ def assert_says(message, *parts):
             ['2 entries', '(x)', 'static argument (n) has no entry'],
         ),
         (identity, {'w': DATA}, {}, ['tuple', 'dict', '(specs,)']),
+        (
+            train_step,
+            (SPECS, P('batch', 'embed')),
+            {},
+            ['in_shardings[1] (batch)', "'batch' is a logical axis", "write P('data', None)"],
+        ),
+        (train_step, (SPECS, {'x': ('data', None)}), {}, ["[1]['x'] (batch)", "P('data', None)"]),
         (train_step, (SPECS, DATA), {'donate_argnums': 2}, ['donate_argnums=2', 'batch (1)']),
         (train_step, (SPECS, DATA), {'static_argnums': (5,)}, ['static_argnums=5', 'state (0)']),
         (train_step, (SPECS, DATA), {'donate_argnums': 'state'}, ['donate_argnums', "'s'"]),
@@ -100,8 +107,8 @@ def assert_says(message, *parts):
         (identity, None, {'on_recompile': 'warn'}, ['on_recompile', "'allow'", "'error'"]),
     ],
     ids=[
-        *('too many', 'static', 'not a tuple', 'donated index', 'static index', 'a name', 'both'),
-        *('not a function', 'a result', 'policy'),
+        *('too many', 'static', 'not a tuple', 'names', 'no P', 'donated index'),
+        *('static index', 'a name', 'both', 'not a function', 'a result', 'policy'),
     ],
 )
 def test_settings_that_do_not_fit_the_function(partitioner, fn, specs, settings, parts):
@@ -115,6 +122,7 @@ def test_settings_that_do_not_fit_the_function(partitioner, fn, specs, settings,
 @pytest.mark.parametrize(
     'in_specs, out_specs, state, batch, parts',
     [
+        (DATA, None, {}, {}, ["state['step']", 'one entry for all of state, batch']),
         ((SPECS,), None, {}, {}, ['1 entry', '2 positional arguments', 'entry for batch']),
         ((DATA, SPECS), None, {}, {}, ['state and batch', 'wrong order']),
         ((SPECS, DATA), None, {'c': X}, {}, ['state:', "no 'c'", 'partitioner.plan']),
@@ -145,7 +153,7 @@ def test_settings_that_do_not_fit_the_function(partitioner, fn, specs, settings,
         ((SPECS, DATA), (SPECS, DATA), {}, {}, ["result[1]['loss']", '1 entry', '0 dimensions']),
     ],
     ids=[
-        *('too few', 'order', 'extra key', 'missing key', 'no leaf', 'rank', 'rows'),
+        *('one for all', 'too few', 'order', 'extra key', 'missing key', 'no leaf', 'rank', 'rows'),
         *('number of results', 'keys of results', 'rank of results'),
     ],
 )
@@ -238,14 +246,17 @@ def test_none_for_everything(partitioner, placed):
         ({'name': np.array(['abc'] * 8)}, ["batch['name']", '<U3']),
         ({'name': np.array([None] * 8)}, ["batch['name']", 'dtype object', 'astype']),
         ({'id': 2**40}, ["batch['id']", '1099511627776', 'int32', 'jax_enable_x64']),
-        ({'id': object()}, ["batch['id']", 'object', 'numpy.asarray']),
+        ({'id': object()}, ["batch['id']", 'object', 'remove it from batch']),
+        ('abc', ["batch is a str, 'abc'", 'numbers; pass a pytree of arrays']),
+        ((row for row in X), ['batch is a generator', 'such as next(iter(batch))']),
         ({'x': X.tolist()}, ["batch['x'][0][0]", 'A list of numbers', 'numpy.asarray']),
     ],
-    ids=['string', 'strings', 'objects', 'large integer', 'any object', 'list'],
+    ids=['string', 'strings', 'objects', 'large integer', 'any object', 'text', 'iterator', 'list'],
 )
 def test_values_that_are_not_arrays(step, batch, parts):
+    given = BATCH | batch if isinstance(batch, dict) else batch
     for method in (step, step.eval_shape):
-        assert_says(error_of(method, make_state(), BATCH | batch), 'train_step', *parts)
+        assert_says(error_of(method, make_state(), given), 'train_step', *parts)
 
 
 def test_a_description_has_no_data(step):

@@ -66,9 +66,9 @@ def test_shardings_are_valid_resources(partitioner):
 
 @pytest.mark.parametrize('wrong', ['data', 3, ('data', 'model')])
 def test_wrong_resource(partitioner, wrong):
-    with pytest.raises(ValueError, match='resource'):
+    with pytest.raises(ValueError, match=r'in_shardings\[0\] \(x\) must be a P'):
         partitioner.partition(lambda x: x, (wrong,), None)
-    with pytest.raises(ValueError, match='resource'):
+    with pytest.raises(ValueError, match=r'out_shardings.* must be a PartitionSpec'):
         partitioner.partition(lambda x: x, (None,), wrong)
 
 

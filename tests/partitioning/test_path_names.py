@@ -249,6 +249,11 @@ def test_t5x_variables_and_wrong_rules(rule, message):
         override_params_axes_names(params(named=PATHS), [rule])
 
 
+def test_path_rules_in_a_dict():
+    with pytest.raises(ValueError, match=r"list of pairs.*\[\('enc', \('mlp',\)\), .*rules.items"):
+        override_params_axes_names(params(named=PATHS), {'enc': ('mlp',)})
+
+
 def test_a_scalar_of_t5x_variables_needs_no_names():
     variables = params(named=PATHS)
     variables['params']['temperature'] = jnp.float32(1)

@@ -70,6 +70,10 @@ CHANGES = {
         (add(STATE, step=0), {'x': X}),
         ["state['step']", 'int32[] to weakly typed int32[]', "jnp.asarray(x, 'int32')"],
     ),
+    'a number of another type': (
+        (add(STATE, step=0.5), {'x': X}),
+        ["state['step'] changed from int32[]", "as jnp.asarray(x, 'int32')"],
+    ),
     'keys': ((add(STATE, b=X), {'x': X}), ['state', "no 'b'", "now has 'b'", 'structure']),
     'containers': (
         (add(STATE, w=(X, X)), {'x': X}),

@@ -1,5 +1,8 @@
 """partitioner.setup: batches of any structure, static arguments, and states that exist."""
 
+import functools
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -128,8 +131,11 @@ def test_sizes_that_do_not_divide_are_named(batch, said, method):
 @pytest.mark.parametrize(
     'data_spec, said',
     [
-        ('data', r"^data_spec must be a PartitionSpec, not 'data': write P\('data'\)"),
-        ({'x': 3}, r"^data_spec\['x'\] must be a PartitionSpec, not 3$"),
+        ('data', r"^data_spec must be a PartitionSpec, .*not 'data': write P\('data'\)$"),
+        (('data', None), r"not \('data', None\): write P\('data', None\)$"),
+        (('batch', None), r"not \('batch', None\); plan\.specs"),
+        ({'x': 3}, r"^data_spec\['x'\] must be a PartitionSpec, a Sharding or None, not 3$"),
+        ({'x': P('batch')}, r"^data_spec\['x'\]: P\('batch'\): mesh axis.*write P\('data'\)$"),
         (P('date'), "data_spec: .*mesh axis 'date' does not exist.*Did you mean 'data'"),
     ],
 )
@@ -148,9 +154,30 @@ def test_specs_of_another_batch():
         run(state, {'x': ROWS})
 
 
-def test_a_step_that_is_not_a_function():
-    with pytest.raises(ValueError, match=r'^train_step must be a function, not None'):
-        FSDP.setup(init, None, KEY)
+@pytest.mark.parametrize(
+    'args, said',
+    [
+        ((init, None, KEY), '^train_step must be a function, not None'),
+        (
+            (step, init, KEY),
+            r'^step does not take .*init function comes first.*setup\(init, step, ',
+        ),
+        ((init, step), r'^init\(key\) got 0 arguments.*write setup\(init, step, key\)$'),
+        (
+            (init, step, KEY, P('data')),
+            r'^argument 2 of the init function is .*data_spec=\.\.\.\)$',
+        ),
+        ((init, functools.partial(step, batch=ROWS), KEY), r'but step takes \(state\): write a'),
+        ((nn.Dense(4), step, KEY, ROWS), r'^Dense is a module.*setup\(model.init, step, key, x\)$'),
+        (
+            (init, nn.Dense(4), KEY),
+            r'^train_step must take \(state, batch\).*Dense takes \(inputs\)',
+        ),
+    ],
+)
+def test_functions_that_setup_cannot_use(args, said):
+    with pytest.raises(ValueError, match=said):
+        FSDP.setup(*args)
 
 
 def test_a_padded_batch():

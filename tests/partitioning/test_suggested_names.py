@@ -446,7 +446,10 @@ def test_a_module_that_is_called_is_a_state():
     'args, words',
     [
         ((needs_mesh, KEY), ['must be a mesh', 'suggest_rules(init, mesh, key)']),
-        ((needs_mesh, MESH), ['needs_mesh cannot be called with 0 arguments', "'key'"]),
+        (
+            (needs_mesh, MESH),
+            ['needs_mesh(key) got 0 arguments', 'write suggest_rules(needs_mesh, mesh, key)'],
+        ),
         (({'w': array(64, 64)}, MESH, KEY), ['a dict, and 1 argument', 'only an init function']),
         ((needs_mesh, {'data': 'four'}, KEY), ["'four'"]),
     ],

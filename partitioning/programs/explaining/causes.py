@@ -96,7 +96,11 @@ def _problems(
     yield from entry_problems(boundary, args)
     yield from static_problems(boundary, args)
     arguments = boundary.dynamic(args)
-    named: list[tuple[str, int | None, Any]] = [(a.name, a.position, a.value) for a in arguments]
+    named: list[tuple[str, int | None, Any]] = [
+        # What has a layout was not meant to be static.
+        (a.name, a.position if getattr(a.entry, 'is_fully_replicated', True) else None, a.value)
+        for a in arguments
+    ]
     named += [(name, None, value) for name, value in kwargs.items()]
     for name, index, value in named:
         yield from value_problems(name, index, value, abstract)

@@ -94,7 +94,13 @@ def _leaf_change(where: str, before: Any, after: Any) -> _Change:
     if before.shape != after.shape:
         return _Change(changed, 'Pass one shape in every call: pad or drop the last batch')
     if before.dtype != after.dtype:
-        return _Change(changed, f"Convert it before the call, with x.astype('{before.dtype}')")
+        turn = f"with x.astype('{before.dtype}')"
+        if after.weak_type:  # a Python number
+            is_float = jax.numpy.issubdtype(before.dtype, jax.numpy.floating)
+            turn = f"as jnp.asarray(x, '{before.dtype}')"
+            if before.weak_type and is_float:
+                turn = f'as float({where})'
+        return _Change(changed, f'Convert it before the call, {turn}')
     if before.weak_type != after.weak_type:
         return _Change(
             changed, f"A Python number is weakly typed: write jnp.asarray(x, '{before.dtype}')"

@@ -5,15 +5,16 @@ Each `..._problems` yields one message per problem, which names the argument and
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from partitioning.programs.boundary import Argument, Boundary
+from partitioning.programs.boundary import Argument, Boundary, is_numeric
 from partitioning.rules import (
     check_spec,
     describe_axes,
@@ -73,11 +74,12 @@ def value_problems(name: str, index: int | None, value: Any, abstract: bool) -> 
             if not abstract:
                 yield f'{where} is a ShapeDtypeStruct, which has no data: pass an array'
             continue
-        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in 'OSUMm':
-            yield (
-                f'{where} is a numpy array of dtype {leaf.dtype}: remove it from {name}, or '
-                "convert it to numbers, such as x.astype('float32')"
-            )
+        if not is_numeric(leaf):
+            turn = "convert it to numbers, such as x.astype('float32')"
+            if leaf.dtype.kind in 'SU':
+                turn = 'write numbers for the texts'
+            remove = f'remove it from {name}, or ' if path else ''
+            yield f'{where} is a numpy array of dtype {leaf.dtype}: {remove}{turn}'
             continue
         try:
             jax.typeof(leaf)
@@ -87,12 +89,25 @@ def value_problems(name: str, index: int | None, value: Any, abstract: bool) -> 
                 "set jax.config.update('jax_enable_x64', True)"
             )
         except TypeError:
-            out = f'make it static with static_argnums={index}'
-            out = out if index is not None and not path else f'remove it from {name}'
             yield (
                 f'{where} is a {type(leaf).__name__}, {short_repr(leaf)}: a partitioned function '
-                f'takes arrays and numbers; convert it with numpy.asarray, or {out}'
+                f'takes arrays and numbers; {_instead_of(leaf, name, where, index)}'
             )
+
+
+def _instead_of(leaf: Any, name: str, where: str, index: int | None) -> str:
+    """What to pass instead of a leaf that is no array; its argument may be static at `index`."""
+    if isinstance(leaf, Iterable) and not hasattr(leaf, '__getitem__'):
+        return f'pass what it yields, such as next(iter({where}))'
+    ways = []
+    with contextlib.suppress(Exception):  # of classes of the program
+        if np.asarray(leaf).dtype.kind not in 'OSUMm':
+            ways.append('convert it with numpy.asarray')
+    if where != name:
+        ways.append(f'remove it from {name}')
+    elif index is not None:
+        ways.append(f'make it static with static_argnums={index}')
+    return ', or '.join(ways) or 'pass a pytree of arrays'
 
 
 def static_field_problems(arguments: Sequence[Argument]) -> Iterator[str]:
@@ -123,9 +138,14 @@ def fit_problems(boundary: Boundary, arguments: Sequence[Argument]) -> Iterator[
         wrong = _differs(one) or _differs(other)
         if wrong and fits(one, other.entry) and fits(other, one.entry):
             yield _wrong_order(one, other)
+    hint = ''
+    if not isinstance(boundary.in_shardings, tuple) and len(arguments) > 1:
+        names = ', '.join(argument.name for argument in arguments)
+        hint = f'. in_shardings is one entry for all of {names}: write a tuple with one for each'
     for argument in misfits:
         yield from _other_values(boundary, argument, arguments)
-        yield from _misfits(boundary, argument)
+        for problem in _misfits(boundary, argument):
+            yield problem + hint
 
 
 def _other_values(
