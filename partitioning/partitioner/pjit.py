@@ -84,8 +84,8 @@ class PjitPartitioner(BasePjitPartitioner):
       layout: what lays out a state:
         - logical axis rules: pairs, or AxisRules with policies, names by path and rules for the
           optimizer. The default is `standard_logical_axis_rules` for the axes of the mesh.
-        - 'fsdp', which shards the largest dimension of every array over all devices, or
-          'data_parallel', which replicates every array, whatever their names.
+        - 'fsdp', which shards every array over all devices as far as they divide its sizes, and
+          warns of arrays that stay whole, or 'data_parallel', which replicates every array.
         - partition rules: (regular expression on paths, PartitionSpec) pairs.
         - a Plan, or a ShardingPlan of `partitioning.compat.pytorch`.
         The default mesh is that of the plan, or all devices, except with logical axis rules.

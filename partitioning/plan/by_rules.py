@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ import jax
 
 from partitioning.plan.building import PlanBuilder, is_array
 from partitioning.plan.findings import Finding, row_findings, rule_findings
-from partitioning.plan.layouts import Layout, RuleLayout, RuleSet, Subject, whole
+from partitioning.plan.layouts import Layout, RuleLayout, RuleSet, Subject, WordLayout, whole
 from partitioning.plan.plan import Plan, Unplanned
 from partitioning.plan.rows import (
     NO_NAMES,
@@ -48,6 +49,7 @@ from partitioning.state.path_names import replicating_rules
 from partitioning.state.traversal import StateTree
 
 Shape = tuple[int, ...]
+_LOGGER = logging.getLogger(__name__)
 _STACKS = ('layers', 'stack', 'stage')  # logical axes that count layers
 _MOST_LAYERS = 512
 
@@ -67,6 +69,8 @@ def lay_out_state(
     tree = walk(flat, exact=exact, report=lambda path, problem: None)
     leaves = tuple(x._replace(parameter=None) if _is_preconditioner(x) else x for x in tree.leaves)
     plan = builder.plan(StateTree(leaves, tree.treedef), rules)
+    if isinstance(layout, WordLayout):
+        _warn_of_whole_arrays(plan)
     if paths := builder.unmatched:
         more = f' and {len(paths) - 3} more' if len(paths) > 3 else ''
         message = (
@@ -76,6 +80,31 @@ def lay_out_state(
         )
         builder.report(paths[0], Problem('unmatched', message))
     return plan
+
+
+def _warn_of_whole_arrays(plan: Plan) -> None:
+    """Logs the arrays that stay whole under 'fsdp', as the devices do not divide their sizes."""
+    whole = [
+        row
+        for row in plan.rows
+        if any(d.policy == 'replicate' for d in row.dimensions)
+        and row.bytes_per_device == row.bytes_total
+    ]
+    if whole:
+        largest = max(whole, key=lambda row: row.bytes_total)
+        reason = next(d.reason for d in largest.dimensions if d.policy == 'replicate')
+        others = f', like {len(whole) - 1} more' if len(whole) > 1 else ''
+        total = sum(row.bytes_total for row in whole)
+        _warn_once(
+            f'{largest.path}, shape {largest.shape}, {largest.bytes_total:,} bytes, is whole on '
+            f'each device{others}, {total:,} bytes in all: {reason}. Change the size, or name the '
+            'array in other rules'
+        )
+
+
+@functools.lru_cache(maxsize=64)  # setup, plan and audit lay out the same state again
+def _warn_once(text: str) -> None:
+    _LOGGER.warning('%s', text)
 
 
 def _plain(path: str, problem: Problem) -> None:

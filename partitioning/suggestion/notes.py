@@ -57,9 +57,12 @@ class Share:
     def __str__(self) -> str:
         whole = f'{self.replicated / self.total:.1%} of {bytes_str(self.total)}'
         if self.per_device is None:
-            return f'Replicated: {whole}, in arrays to which no rule gives a name or a mesh axis.'
+            return (
+                f'Whole on every device: {whole}, in arrays to which no rule gives a name or a '
+                'mesh axis.'
+            )
         text = (
-            f'Replicated on {self.mesh}: {whole}. Each device holds '
+            f'Whole on every device of {self.mesh}: {whole}. Each device holds '
             f'{self.per_device / self.total:.1%}; an even share is {self.even:.1%}.'
         )
         if self.by_fsdp is not None and self.by_fsdp < self.per_device:

@@ -9,6 +9,7 @@ from typing import Any
 from partitioning.mesh import MeshConfig
 from partitioning.plan.by_rules import Shape, stacked_dimensions
 from partitioning.plan.rows import SMALL
+from partitioning.plan.tables import count
 from partitioning.rules import AxisRules, MeshLike
 from partitioning.state import nbytes, shape_of
 from partitioning.suggestion.dimension_names import DimensionNames, Named, Shards, replicated
@@ -136,7 +137,9 @@ def suggest_rules(
     rules = make_path_rules(names, general)
     matches = explain_rules(state, rules)
     if not named:
-        return SuggestedRules(rules, matches, ['No array needs a rule.'])
+        carry = sum(target.has_names for target in targets.values())
+        why = f': {carry:,} of {count(len(targets), "array")} with names' if carry else ''
+        return SuggestedRules(rules, matches, [f'No array needs a rule{why}.'])
     notes = notes_on(named, shapes, sizes, shards)
     if mesh is None:
         notes.append(

@@ -237,6 +237,17 @@ def test_a_word_excludes_the_settings_that_it_replaces(setting, value):
         PjitPartitioner(layout='fsdp', **{setting: value})
 
 
+def test_arrays_that_fsdp_keeps_whole_are_logged_once(caplog):
+    state = {'params': {'a': np.ones((5003, 3)), 'b': np.ones((999, 777)), 'c': np.ones((7, 3))}}
+    partitioner = PjitPartitioner(layout='fsdp')
+    partitioner.plan(state)
+    partitioner.audit(state)
+    [text] = [record.getMessage() for record in caplog.records]
+    first, second = (999 * 777 * 8, 999 * 777 * 8 + 5003 * 3 * 8)
+    assert f'params/b, shape (999, 777), {first:,} bytes, is whole on each device' in text
+    assert f'1 more, {second:,} bytes in all: size 999 is not divisible by 8' in text
+
+
 def test_a_word_excludes_other_rules():
     with pytest.raises(ValueError, match='fsdp'):
         PjitPartitioner(layout='fsdp').with_rules([('batch', 'data')])

@@ -409,8 +409,8 @@ def test_the_share_that_stays_on_every_device_is_printed():
     assert (rules.share.total, rules.share.replicated) == (131_328, 256)
     assert (rules.share.per_device, rules.share.by_fsdp) == (65_792, 16_640)
     text = ' '.join(line.lstrip('# ') for line in str(rules).splitlines())
-    assert 'PjitPartitioner(mesh, AxisRules(names=rules)) Replicated' in text
-    assert 'Replicated on data 4 x model 2: 0.2% of 131.3 kB' in text
+    assert 'PjitPartitioner(mesh, AxisRules(names=rules)) Whole on' in text
+    assert 'Whole on every device of data 4 x model 2: 0.2% of 131.3 kB' in text
     assert 'Each device holds 50.1%; an even share is 12.5%' in text
     assert 'With AxisRules(fsdp_logical_axis_rules(standard_logical_axis_rules()), ' in text
     assert 'names=rules) it holds 12.7%' in text
