@@ -19,6 +19,19 @@ def bytes_str(count: float) -> str:
     return f'{count / 1e6:,.1f} MB' if count >= 1e6 else f'{count / 1e3:,.1f} kB'
 
 
+def bytes_strs(*counts: float) -> list[str]:
+    """Numbers of bytes that are compared: '0.31 GiB' and '1.67 GiB', not '335.7 MB' for one."""
+    made = [bytes_str(count) for count in counts]
+    if len({text.endswith('GiB') for text in made}) == 1:
+        return made
+    if min(counts) >= 0.01 * 2**30:
+        return [f'{count / 2**30:,.2f} GiB' for count in counts]
+    return [
+        f'{count / 1e6:,.1f} MB' if text.endswith('GiB') else text
+        for count, text in zip(counts, made, strict=True)
+    ]
+
+
 def parse_bytes(text: str) -> tuple[float, float]:
     """Reads a number of bytes as people write it: '1.5 MB', '2 GiB' or '768 bytes'.
 

@@ -17,6 +17,7 @@ from meshwright.advice.constraint_candidates import (
 from meshwright.advice.estimates import Estimate, count_steps, estimate_call, estimate_program
 from meshwright.advice.misfits import find_misfits
 from meshwright.advice.parameter_candidates import lay_out_parameters
+from meshwright.advice.results import find_gathered_results
 from meshwright.advice.rows import MissingRows, find_missing_rows
 from meshwright.advice.shard_maps import find_missing_specs
 from meshwright.advice.splits import order_splits
@@ -122,6 +123,7 @@ def find_variants(
         subject=subject,
         rows_axes=around.rows_axes,
         told=(
+            *find_gathered_results(call, explanation, base.peak),
             *find_missing_specs(laid_out),
             *find_misfits(*known),
             *find_uneven(*known),

@@ -79,10 +79,8 @@ def _explain_value(value: Value, source: str, array: ArrayType, possible: Possib
     why = f'{what_is(value)}, made by {value.primitive or "the caller"}'
     if is_stacked:
         source, loop = value.line, user_line(value.loop)
-        why = (
-            f'{what_is(value)}, which the loop at {loop} keeps for the backward pass in each '
-            'iteration'
-        )
+        kept = 'keeps for the backward pass in' if possible.graph.has_backward else 'returns of'
+        why = f'{what_is(value)}, which the loop at {loop} {kept} each iteration'
     elif value.argument:
         why = f'{value.argument}, gathered for use' if layout else value.argument
     elif value.gradient_of:

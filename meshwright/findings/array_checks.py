@@ -14,7 +14,7 @@ from meshwright.causes.row_axes import ROW_AXES
 from meshwright.findings.program_facts import ProgramFacts, free_dimension
 from meshwright.findings.wording import and_more, axes_str, line_of, type_str
 from meshwright.jaxpr.values import Axes, Step
-from partitioning.amounts import bytes_str, share_str
+from partitioning.amounts import bytes_str, bytes_strs, share_str
 from partitioning.plan.findings import Finding
 
 _SHARE_OF_ROWS, _SHARE = 0.05, 0.15  # of the parameters of a device, for an array to be large
@@ -140,7 +140,8 @@ def find_unlike_optimizer_states(facts: ProgramFacts) -> Iterator[Finding]:
     for (mine, theirs), group in found.items():
         (i, j), nbytes = group[0], sum(facts.shard_bytes(i) for i, _ in group)
         wanted = sum(facts.shard_bytes(j) for _, j in group)
-        size = f'{bytes_str(nbytes)} on each device in place of {bytes_str(wanted)}'
+        held, needed = bytes_strs(nbytes, wanted)
+        size = f'{held} on each device in place of {needed}'
         why = size if nbytes > wanted else f'{bytes_str(nbytes)} are exchanged in each step'
         yield Finding(
             'warning',

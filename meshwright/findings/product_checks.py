@@ -13,7 +13,7 @@ from meshwright.findings.program_facts import ProgramFacts, free_dimension
 from meshwright.findings.wording import axes_str, line_of, type_str
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.values import Axes, Step, Value
-from partitioning.amounts import bytes_str
+from partitioning.amounts import bytes_str, bytes_strs
 from partitioning.plan.findings import Finding
 from partitioning.rules import as_tuple, describe_axes
 
@@ -138,10 +138,14 @@ def _describe_gathered(
         line_of(constraint),
         f'this constraint makes {type_str(made)} whole along {axis!r}, and the product at '
         f'{line_of(product)} sums over a dimension of {weight.argument} that is sharded along it: '
-        f'each device gets {bytes_str(made.shard_bytes(facts.sizes))} in place of '
-        f'{bytes_str(given.shard_bytes(facts.sizes))}, and uses a part of it; write '
+        f'each device gets {_in_place_of(facts, made, given)}, and uses a part of it; write '
         f'{axes_str(kept)}',
     )
+
+
+def _in_place_of(facts: ProgramFacts, made: Value, given: Value) -> str:
+    texts = bytes_strs(*(value.shard_bytes(facts.sizes) for value in (made, given)))
+    return ' in place of '.join(texts)
 
 
 def _is_meant(facts: ProgramFacts, other: Value, axis: str) -> bool:
@@ -212,9 +216,8 @@ def find_gathered_rows(facts: ProgramFacts) -> Iterator[Finding]:
                 'gathered rows',
                 line,
                 f'this constraint makes {type_str(made)} whole along {axis!r}, which '
-                f'divides the batch: each device gets {bytes_str(made.shard_bytes(facts.sizes))} '
-                f'in place of {bytes_str(given.shard_bytes(facts.sizes))}, and computes the same; '
-                f'write {axes_str(kept)}',
+                f'divides the batch: each device gets {_in_place_of(facts, made, given)}, '
+                f'and computes the same; write {axes_str(kept)}',
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.causes import Cause
-from partitioning.amounts import bytes_str, seconds_str, share_str
+from partitioning.amounts import bytes_strs, seconds_str, share_str
 
 _SMALL = 0.005  # figures that differ by less are left out
 
@@ -31,12 +31,13 @@ def tried_text(cause: Cause) -> str:
         return f'not tried; by formula, it saves {share_str((held - holds) / held)} of the peak'
     if effect is None:
         return 'confirmed by compiling'
+    seconds = effect.seconds or (0.0, 0.0)
     figures = [
-        f'{word} {show(after)} in place of {show(before)}'
-        for word, show, (before, after) in (
-            ('sends', bytes_str, effect.sent),
-            ('peak', bytes_str, effect.peak),
-            ('time', seconds_str, effect.seconds or (0.0, 0.0)),
+        f'{word} {shown[1]} in place of {shown[0]}'
+        for word, shown, (before, after) in (
+            ('sends', bytes_strs(*effect.sent), effect.sent),
+            ('peak', bytes_strs(*effect.peak), effect.peak),
+            ('time', [*map(seconds_str, seconds)], seconds),
         )
         if abs(after - before) > _SMALL * before
     ]

@@ -9,11 +9,12 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from plain_steps import line_of
 
-from meshwright import forecast, forecast_table
+from meshwright import explain, forecast, forecast_table
 from meshwright.calls.call import read_call
 from meshwright.calls.callers import named_by_caller
 from meshwright.calls.roles import find_roles
 from meshwright.jax_private import read_trace
+from partitioning.amounts import bytes_strs
 
 ROWS, WIDTH, HIDDEN = 512, 64, 512
 WHOLE = {'up': P(), 'down': P()}
@@ -278,3 +279,57 @@ def test_layouts_over_explicit_axes_are_explained_and_not_changed():
         args = struct((WIDTH,), 'model'), struct((ROWS, WIDTH), 'data', 'model')
         made = forecast(jax.jit(step), *args, confirm=True)
     assert [c.kind for c, _ in made.collectives] == ['all-gather'] and not advice(made)
+
+
+def prefill(cache_spec):
+    """The last row and a cache of two arrays per layer, whose features are over 'model'."""
+
+    def step(w, x):
+        x = lay(x, P('data'))
+
+        def layer(x, w):
+            made = tuple(jnp.einsum('bd,df->bf', x, w[n]) for n in ('key', 'value'))
+            return lay(jnp.tanh(made[0] * made[1]) @ w['out'], P('data')), made
+
+        return jax.lax.scan(layer, x, w)
+
+    def struct(shape, *spec):
+        return jax.ShapeDtypeStruct(shape, 'float32', sharding=NamedSharding(make_mesh(), P(*spec)))
+
+    up = struct((3, WIDTH, HIDDEN), None, None, 'model')
+    w = {'key': up, 'value': up, 'out': struct((3, HIDDEN, WIDTH), None, 'model')}
+    out, cache = (NamedSharding(make_mesh(), spec) for spec in (P('data'), cache_spec))
+    jitted = jax.jit(step, out_shardings=(out, (cache, cache)))
+    return explain(jitted, w, struct((ROWS, WIDTH), 'data'))
+
+
+def test_out_shardings_that_gather_are_named():
+    """Each of two caches of 3 x 128 rows of 512 elements is gathered from 2 devices."""
+    found, mended = prefill(P(None, 'data')), prefill(P(None, 'data', 'model'))
+    [gathered] = [row for row in found.exchanges if row.kind == 'all-gather']
+    assert gathered.nbytes == 2 * 4 * 3 * 128 * 512 / 2
+    assert gathered.array == 'result[1][0]'
+    assert 'out_shardings lay out result[1][0] and 1 more like it' in gathered.why
+    assert "write PartitionSpec(None, 'data', 'model') for" in gathered.change
+    sends = sum(row.nbytes for row in found.exchanges) - gathered.nbytes
+    assert sum(row.nbytes for row in mended.exchanges) == sends
+    assert not any('constraint at' in row.why for row in found.rows)
+    assert not any('backward' in row.why for row in found.rows)
+
+
+@pytest.mark.parametrize(
+    'settings', [{}, {'rows': (None, None)}, {'out': ('data', 'model')}, {'moments': WHOLE}]
+)
+def test_what_a_buffer_says_to_write_was_tried(settings):
+    """A change that lowers what is sent or held, and raises neither by more than 1%."""
+    for _, cause in ask(**settings).memory.buffers:
+        if cause is not None and cause.change:
+            pairs = cause.effect.sent, cause.effect.peak
+            assert any(after < before for before, after in pairs)
+            assert all(after <= 1.01 * before for before, after in pairs)
+
+
+def test_what_is_compared_has_one_unit():
+    assert bytes_strs(1_793_000_000, 335_700_000) == ['1.67 GiB', '0.31 GiB']
+    assert bytes_strs(1_793_000_000, 3_600_000) == ['1,793.0 MB', '3.6 MB']
+    assert bytes_strs(3_600_000, 900) == ['3.6 MB', '900 bytes']

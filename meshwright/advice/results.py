@@ -1,0 +1,106 @@
+"""Results that are gathered because the out_shardings of the function lack a mesh axis.
+
+    jax.jit(prefill, out_shardings=NamedSharding(mesh, P(None, 'data')))
+
+If the cache that `prefill` returns is sharded over 'model', too, all devices along 'model' get all
+of it. The layout that it has before the gather can be written in out_shardings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from jax.sharding import NamedSharding
+
+from meshwright.advice.told import Told
+from meshwright.causes.cause import Cause, CodeChange, Effect, over
+from meshwright.causes.evidence import Evidence
+from meshwright.causes.explaining import Explanation
+from meshwright.causes.wording import spec_text
+from meshwright.jax_private import TracedCall
+from meshwright.jaxpr.values import Axes
+from meshwright.program.collectives import Collective
+from partitioning.rules import as_tuple
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatheredResult(Told):
+    """Results of one layout that out_shardings gather.
+
+    Attributes:
+      keys: the number of each result, and the mesh axes of its gather.
+      effect: what the function sends with their layout before the gather.
+    """
+
+    keys: frozenset[tuple[int | None, Axes]]
+    effect: Effect
+
+    @property
+    def is_avoidable(self) -> bool:
+        return False  # the caller may need all of it on each device
+
+    def is_of(self, collective: Collective, evidence: Evidence | None) -> bool:
+        return evidence is not None and _key(evidence) in self.keys
+
+    def explain(self, cause: Cause) -> Cause:
+        return dataclasses.replace(super().explain(cause), effect=self.effect)
+
+
+def find_gathered_results(
+    call: TracedCall, explanation: Explanation, peak: int
+) -> Iterator[GatheredResult]:
+    """Finds the gathers of results whose out_shardings lack the mesh axes of the gather.
+
+    Args:
+      call: the trace of the function.
+      explanation: the causes of its exchanges.
+      peak: the peak of its memory, in bytes.
+    """
+    sends = sum(c.total_bytes for c, _ in explanation.collectives)
+    groups: dict[tuple[str, str, Axes], list[tuple[int, float]]] = {}
+    pairs = zip(explanation.collectives, explanation.evidence, strict=True)
+    for (collective, _), evidence in pairs:
+        if evidence is None or evidence.result is None or not _is_gathered(evidence, call):
+            continue
+        stated = spec_text(_axes(call.results[evidence.result].spec))
+        key = stated, spec_text(evidence.layout), evidence.axes
+        groups.setdefault(key, []).append((evidence.result, collective.total_bytes))
+    for (stated, wanted, axes), found in groups.items():
+        named = call.result_names[found[0][0]] or f'result {found[0][0]}'
+        others = len({number for number, _ in found}) - 1
+        more = f' and {others} more like it' if others else ''
+        saved = sum(nbytes for _, nbytes in found)
+        yield GatheredResult(
+            keys=frozenset((number, axes) for number, _ in found),
+            array=named,
+            why=(
+                f'out_shardings lay out {named}{more} as {stated}, and it is computed as {wanted}, '
+                f'so all devices along {over(axes)} get all of it'
+            ),
+            change=CodeChange(source='', text=f'write {wanted} for {named}{more} in out_shardings'),
+            effect=Effect(sent=(sends, sends - saved), peak=(peak, peak)),
+        )
+
+
+def _is_gathered(evidence: Evidence, call: TracedCall) -> bool:
+    value, number = evidence.value, evidence.result
+    if evidence.kind != 'all-gather' or number is None or number >= len(call.results):
+        return False
+    if value is None or value.argument or value.gradient_of or value.update_of:
+        return False
+    stated = call.results[number]
+    if not isinstance(stated, NamedSharding) or not any(evidence.layout):
+        return False
+    shape = call.jaxpr.out_avals[number].shape
+    used = {a for axes in _axes(stated.spec) for a in axes}
+    return value.shape == shape and not used & {*evidence.axes}
+
+
+def _axes(spec: Any) -> list[Axes]:
+    return [as_tuple(own) if own is not None else () for own in spec]
+
+
+def _key(evidence: Evidence) -> tuple[int | None, Axes]:
+    return evidence.result, evidence.axes
