@@ -64,7 +64,16 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
     def place(resource: Any, below: Any) -> Any:
         return jax.tree.map(lambda array: lay_out(array, resource), below)
 
-    return jax.tree.map(place, axis_resources, x, is_leaf=lambda leaf: leaf is None)
+    def is_spec(leaf: Any) -> bool:
+        return leaf is None or _is_names(leaf)
+
+    return jax.tree.map(place, axis_resources, x, is_leaf=is_spec)
+
+
+def _is_names(x: Any) -> bool:
+    """Whether a node is names of dimensions without P, such as ('batch', 'mlp')."""
+    plain = isinstance(x, tuple | list) and not isinstance(x, PartitionSpec) and any(x)
+    return plain and all(isinstance(name, str | None) for name in x)
 
 
 def constrain(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,15 +14,21 @@ from partitioning.mesh.t5x import MESH_AXES, hybrid_axes, tiled_grid
 from partitioning.mesh.validation import check_count, check_names
 
 
-def create_mesh(axis_sizes: Sequence[int], axis_names: Sequence[str], **settings: Any) -> Mesh:
+def create_mesh(axis_sizes: Sequence[int], axis_names: Sequence[str] = (), **settings: Any) -> Mesh:
     """Makes the mesh of `MeshConfig(axes=..., **settings)`: its sizes and names as two sequences.
 
     Usage:
       mesh = create_mesh((2, -1, 4), ('data', 'fsdp', 'model'))
     """
+    if isinstance(axis_sizes, Mapping):
+        sizes, axes = tuple(axis_sizes.values()), tuple(axis_sizes)
+        raise ValueError(
+            f'axis_sizes={axis_sizes!r} must be only the sizes: write create_mesh({sizes!r}, '
+            f'{axes!r}) or MeshConfig(axes={axis_sizes!r}).build()'
+        )
     names = check_names(axis_names, axis_sizes, 'axis_sizes')
-    axes = tuple(zip(names, axis_sizes, strict=True))
-    return MeshConfig(axes=axes, **settings, _setting_names=('axis_sizes', 'dcn')).build()
+    pairs = tuple(zip(names, axis_sizes, strict=True))
+    return MeshConfig(axes=pairs, **settings, _setting_names=('axis_sizes', 'dcn')).build()
 
 
 def create_hybrid_mesh(

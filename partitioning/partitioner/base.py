@@ -21,13 +21,14 @@ from partitioning.layout import (
     host_local_array_to_global_array,
     local_to_global,
 )
-from partitioning.partitioner.batches import check_data_spec
+from partitioning.partitioner.batches import check_batch, check_data_spec
 from partitioning.partitioner.initializing import (
     check_only_arrays,
     is_init_function,
     place_state,
     trace_init,
 )
+from partitioning.partitioner.keyword_hints import explain_keywords
 from partitioning.partitioner.objects import PartitionerObject
 from partitioning.partitioner.settings import MeshSetting, read_mesh
 from partitioning.partitioner.steps import Step, TrainingSetup, check_step_is_second
@@ -55,6 +56,7 @@ from partitioning.rules import (
     check_has_devices,
     is_count,
     num_shards,
+    spec_str,
 )
 from partitioning.state import get_logical_axes, unbox
 from partitioning.tracebacks import hide_own_frames
@@ -193,8 +195,19 @@ class BasePartitioner(PartitionerObject, abc.ABC):
                 f'to_global got {local_batch} as the batch and {kind_str(batch_size)} as the batch '
                 f'size: write to_global(batch, {local_batch})'
             )
-        spec = self._checked_data_spec if spec is None else spec
-        return local_to_global(local_batch, self.mesh, spec, batch_size, own_sizes=True)
+        chosen = self._checked_data_spec if spec is None else spec
+        try:
+            return local_to_global(local_batch, self.mesh, chosen, batch_size, own_sizes=True)
+        except Exception:
+            if isinstance(batch_size, PartitionSpec):
+                raise ValueError(
+                    f'to_global got the spec {spec_str(batch_size)} as the batch size: write '
+                    f'to_global(batch, spec={spec_str(batch_size)})'
+                ) from None
+            if spec is not None:
+                check_data_spec(spec, self.mesh, self.logical_axis_rules, 'spec')
+            check_batch(local_batch, chosen)
+            raise
 
     def to_local(self, global_batch: Any) -> Any:
         """The rows of global arrays that this process holds, as numpy arrays."""
@@ -269,6 +282,14 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         raise NotImplementedError
 
     @hide_own_frames
+    @explain_keywords(
+        'the functions and the arguments of the init function are passed by position, as in '
+        'setup(init, train_step, key)',
+        static_argnames='write static_argnums, the positions of the arguments, such as 2',
+        donate_argnums='write donate=True or False, for the state',
+        donate_argnames='write donate=True or False, for the state',
+        in_shardings='write data_spec, the layout of the batch; the plan lays out the state',
+    )
     def setup(
         self,
         init_or_state: Any,

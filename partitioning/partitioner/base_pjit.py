@@ -13,6 +13,7 @@ from partitioning.hardware.compilers import check_memory, own_compiler_errors
 from partitioning.layout import LocalChunker
 from partitioning.mesh import MeshConfig
 from partitioning.partitioner.base import BasePartitioner
+from partitioning.partitioner.keyword_hints import explain_keywords
 from partitioning.partitioner.t5x_settings import MISSING, either_name
 from partitioning.plan import Plan
 from partitioning.programs.boundary import PartitionSettings
@@ -49,6 +50,12 @@ class BasePjitPartitioner(BasePartitioner):
             'PjitPartitioner'
         )
 
+    @explain_keywords(
+        in_specs='write in_shardings, with the same specs',
+        out_specs='write out_shardings, with the same specs',
+        static_argnames='write static_argnums, the positions of the arguments, such as 2',
+        donate_argnames='write donate_argnums, the positions of the arguments, such as 0',
+    )
     def partition(
         self,
         fn: Callable[..., Any],
@@ -115,6 +122,12 @@ class BasePjitPartitioner(BasePartitioner):
         """
         check_has_devices(self.mesh, 'compile')
         options: Any = check_options(compiler_options)
+        if not hasattr(partitioned_fn, 'lower'):
+            name = getattr(partitioned_fn, '__name__', 'fn')
+            raise ValueError(
+                f'{name} is not partitioned: write compile(partition({name}, in_shardings, '
+                'out_shardings), ...)'
+            )
         lowered = partitioned_fn.lower(*args)
         name = getattr(partitioned_fn, '__name__', 'the function')
         with own_compiler_errors(name, self.mesh):

@@ -71,7 +71,17 @@ def check_data_spec(
     to_shardings((spec,), mesh, allow_unconstrained=True, rules=rules, name=name)
 
 
-def _check_structure(batch: Any, spec: Any, name: str) -> None:
+def check_batch(batch: Any, spec: Any) -> None:
+    """Raises ValueError if a batch of `to_global` has no arrays, or another tree than its spec."""
+    from partitioning.programs.explaining.misfits import value_problems
+
+    for problem in value_problems('batch', None, batch, abstract=False):
+        raise ValueError(problem) from None
+    if not is_resource(spec):
+        _check_structure(batch, spec, 'the batch', 'spec')
+
+
+def _check_structure(batch: Any, spec: Any, name: str, setting: str = 'data_spec') -> None:
     """Raises ValueError if the structure of a tree of specs does not begin that of the batch."""
     try:
         specs = jax.tree.map(lambda x: x or PartitionSpec(), spec, is_leaf=is_resource)
@@ -79,8 +89,8 @@ def _check_structure(batch: Any, spec: Any, name: str) -> None:
             pass
     except TreeMismatchError as error:
         raise ValueError(
-            f'data_spec{jax.tree_util.keystr(error.path)} has {error.first}, but {name} has '
-            f'{error.second}: give data_spec the structure of {name}, or one PartitionSpec for all '
+            f'{setting}{jax.tree_util.keystr(error.path)} has {error.first}, but {name} has '
+            f'{error.second}: give {setting} the structure of {name}, or one PartitionSpec for all '
             'of its arrays'
         ) from None
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from partitioning.state.boxes import path_str, rebox, shape_of, unbox
 from partitioning.state.traversal import walk
+from partitioning.values import kind_str
 
 # The classes of states that flax.serialization handles.
 _KNOWN_TO_FLAX: set[type] = set()
@@ -57,7 +58,7 @@ class TrainState:
         vars(self).update(held)
 
     @classmethod
-    def create(cls, variables: Any, tx: Any) -> TrainState:
+    def create(cls, variables: Any = None, tx: Any = None, **flax: Any) -> TrainState:
         """Creates the state before the first step.
 
         Args:
@@ -65,6 +66,13 @@ class TrainState:
             parameters. linen boxes are kept; their names also apply to the optimizer state.
           tx: an optax transformation.
         """
+        if flax or not hasattr(tx, 'init'):
+            order = ' in this order' if hasattr(variables, 'init') else ''
+            raise TypeError(
+                f'TrainState.create got {_forms(variables, tx, flax)}{order}: write '
+                'TrainState.create(params, tx), with an optax transformation tx and without '
+                "other fields of flax's TrainState, such as apply_fn"
+            )
         if not isinstance(variables, Mapping) or 'params' not in variables:
             variables = {'params': variables}
         mutables = {k: v for k, v in variables.items() if k != 'params'}
@@ -79,7 +87,7 @@ class TrainState:
             flax_mutables_axes={k.removesuffix('_axes'): v for k, v in axes.items()} or None,
         )
 
-    def apply_gradients(self, grads: Any, tx: Any, flax_mutables: Any = None) -> TrainState:
+    def apply_gradients(self, grads: Any, tx: Any = None, flax_mutables: Any = None) -> TrainState:
         """Updates the parameters once.
 
         Args:
@@ -89,14 +97,54 @@ class TrainState:
 
         Returns:
           The state after the update.
+
+        Raises:
+          TypeError: if `tx` is not an optax transformation.
+          ValueError: if the gradients or the transformation do not fit the state.
         """
+        if not hasattr(tx, 'init'):
+            order = ' in this order' if hasattr(grads, 'init') else ''
+            raise TypeError(
+                f'apply_gradients got {_forms(grads, tx, {})}{order}: a TrainState does not hold '
+                'its optimizer, so write state.apply_gradients(grads, tx)'
+            )
         import optax  # slow to import, and needed only here
 
         held = unbox(self.params)
-        updates, opt_state = tx.update(unbox(grads), self.opt_state, held)
+        try:
+            updates, opt_state = tx.update(unbox(grads), self.opt_state, held)
+        except Exception:
+            self._check_fit(unbox(grads), tx)
+            raise
         params = rebox(self.params, optax.apply_updates(held, updates))
         changed = {} if flax_mutables is None else {'flax_mutables': flax_mutables}
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **changed)
+
+    def _check_fit(self, grads: Any, tx: Any) -> None:
+        """Raises ValueError if gradients or an optimizer of another structure explain an error."""
+        held = unbox(self.params)
+        grads_of, params_of = _paths(grads), _paths(held)
+        if lack := [path for path in params_of if path not in grads_of]:
+            raise ValueError(
+                f'the gradients lack {len(lack)} of {len(params_of)} parameters, first {lack[0]}: '
+                'pass the gradients of state.params'
+            ) from None
+        if more := [path for path in grads_of if path not in params_of]:
+            raise ValueError(
+                f'the gradients have {more[0]}, which is no parameter of the state: pass the '
+                'gradients of state.params'
+            ) from None
+        made: Any = jax.eval_shape(tx.init, held)
+        theirs: Any = jax.tree.structure(made)
+        if theirs != jax.tree.structure(self.opt_state):
+            kinds = [
+                ', '.join(dict.fromkeys(type(x).__name__ for x in _parts(tree))) or 'nothing'
+                for tree in (self.opt_state, made)
+            ]
+            raise ValueError(
+                f'the state has the optimizer state of another transformation, of {kinds[0]}, but '
+                f'tx makes {kinds[1]}: pass the tx that the state was created with'
+            ) from None
 
     def replace(self, **changes: Any) -> TrainState:
         """A copy of the state with other values for some fields."""
@@ -154,6 +202,24 @@ class TrainState:
         if not held['flax_mutables']:
             del held['flax_mutables']
         return {name: value for name, value in held.items() if value is not None}
+
+
+def _paths(tree: Any) -> list[str]:
+    return [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _parts(opt_state: Any) -> list[Any]:
+    """The states of the transformations in a chain that have arrays."""
+    if type(opt_state) is tuple:
+        return [part for one in opt_state for part in _parts(one)]
+    return [opt_state] if jax.tree.leaves(opt_state) else []
+
+
+def _forms(first: Any, second: Any, keywords: Mapping[str, Any]) -> str:
+    """The arguments of a call in words: `a dict of 2 and a GradientTransformationExtraArgs`."""
+    given = [kind_str(x) for x in (first, second) if x is not None]
+    given += [f'{name}=' for name in keywords]
+    return ' and '.join(given) or 'no arguments'
 
 
 def _register_with_flax(cls: type[TrainState]) -> None:

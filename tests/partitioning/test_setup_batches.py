@@ -271,3 +271,56 @@ def test_states_that_hold_no_arrays():
     ):
         with pytest.raises(ValueError, match=said):
             FSDP.setup(wrong, step)
+
+
+# Keywords, and batches of to_global.
+
+
+@pytest.mark.parametrize(
+    'call, error, said',
+    [
+        (
+            lambda: FSDP.setup(init, step, key=KEY),
+            TypeError,
+            r"no keyword 'key': .*by position.*key\)$",
+        ),
+        (
+            lambda: FSDP.setup(init, step, KEY, static_argnames='t'),
+            TypeError,
+            'write static_argnums',
+        ),
+        (
+            lambda: FSDP.setup(init, step, KEY, data_specs=P()),
+            TypeError,
+            "Did you mean 'data_spec'",
+        ),
+        (lambda: FSDP.partition(step, in_specs=None), TypeError, "'in_specs': write in_shardings"),
+        (
+            lambda: FSDP.partition(step, None, None, donate_argnames='s'),
+            TypeError,
+            'donate_argnums',
+        ),
+        (
+            lambda: FSDP.compile(step, ROWS),
+            ValueError,
+            r'^step is not partitioned: write compile\(',
+        ),
+        (
+            lambda: FSDP.to_global({'s': np.array(['a'] * 8)}),
+            ValueError,
+            r"^batch\['s'\] is a numpy array of dtype <U1: remove it from batch, or",
+        ),
+        (lambda: FSDP.to_global({'s': ['a']}), ValueError, r"^batch\['s'\]\[0\] is a str, 'a'"),
+        (lambda: FSDP.to_global(ROWS, P('data')), ValueError, r"\(batch, spec=P\('data'\)\)$"),
+        (lambda: FSDP.to_global(ROWS, spec=P('batch')), ValueError, r"^spec: .*write P\('data'\)$"),
+        (
+            lambda: FSDP.to_global({'x': ROWS, 'y': ROWS}, spec={'x': P('data')}),
+            ValueError,
+            r"^spec has no 'y', but the batch has 'y': give spec the structure of the batch",
+        ),
+    ],
+)
+def test_calls_that_do_not_fit(call, error, said):
+    with pytest.raises(error, match=said) as caught:
+        call()
+    assert '\n' not in str(caught.value)

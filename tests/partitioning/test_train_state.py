@@ -313,3 +313,44 @@ def test_the_unchanged_state_dict_can_be_restored():
 def test_a_wrong_state_dict(wrong):
     with pytest.raises(ValueError, match=r'in the state_dict, but .* in this state'):
         made('collections').restore_state(WRONG[wrong]())
+
+
+ADAM, W = optax.adam(1e-3), {'w': jnp.ones(3), 'b': jnp.ones(2)}
+
+
+@pytest.mark.parametrize(
+    'call, error, said',
+    [
+        (
+            lambda s: TrainState.create(ADAM, W),
+            TypeError,
+            r'and a dict of 2 in this order: write Tr',
+        ),
+        (
+            lambda s: TrainState.create(params=W, tx=ADAM, apply_fn=None),
+            TypeError,
+            r'params= and apply_fn=: write TrainState.create\(params, tx\), .* without other',
+        ),
+        (lambda s: s.apply_gradients(grads=W), TypeError, r'got a dict of 2: .*\(grads, tx\)$'),
+        (lambda s: s.apply_gradients(ADAM, W), TypeError, r'in this order: .*\(grads, tx\)$'),
+        (
+            lambda s: s.apply_gradients({'w': W['w']}, ADAM),
+            ValueError,
+            '^the gradients lack 1 of 2 parameters, first b: ',
+        ),
+        (
+            lambda s: s.apply_gradients({**W, 'c': W['b']}, ADAM),
+            ValueError,
+            '^the gradients have c,',
+        ),
+        (
+            lambda s: s.apply_gradients(W, optax.sgd(1e-3, momentum=0.9)),
+            ValueError,
+            'another transformation, of ScaleByAdamState, but tx makes TraceState: pass the tx',
+        ),
+    ],
+)
+def test_calls_that_do_not_fit_a_state(call, error, said):
+    with pytest.raises(error, match=said) as caught:
+        call(TrainState.create(W, ADAM))
+    assert '\n' not in str(caught.value)

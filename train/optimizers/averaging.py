@@ -37,8 +37,8 @@ class AveragedState(TrainState):
     ema: Average | None = None
 
     @classmethod
-    def create(cls, variables: Any, tx: Any) -> AveragedState:
-        made = super().create(variables, tx)
+    def create(cls, variables: Any = None, tx: Any = None, **flax: Any) -> AveragedState:
+        made = super().create(variables, tx, **flax)
         assert isinstance(made, AveragedState)
         return made.replace(ema=start_average(made.params))
 

@@ -6,6 +6,7 @@ exception of jax or of the user's function passes through unchanged.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -157,6 +158,17 @@ def _known_error(error: Exception, boundary: Boundary, args: Sequence[Any]) -> s
     return None
 
 
+def _is_optional(argument: Any, path: tuple) -> bool:
+    """Whether the leaf at a path is a field of a dataclass whose default is None."""
+    node = argument
+    for key in path[:-1]:
+        node = getattr(node, key.name, None) if hasattr(key, 'name') else None
+    if not path or not dataclasses.is_dataclass(node):
+        return False
+    name = getattr(path[-1], 'name', None)
+    return any(f.name == name and f.default is None for f in dataclasses.fields(node))
+
+
 def _add_notes(
     error: Exception, boundary: Boundary, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
@@ -164,9 +176,10 @@ def _add_notes(
     is_none = lambda x: x is None  # noqa: E731
     for name, value in boundary.arguments.by_name(args, kwargs).items():
         for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_none):
-            if leaf is None and 'NoneType' in str(error):
+            if leaf is None and 'NoneType' in str(error) and not _is_optional(value, path):
                 error.add_note(f'{name}{jax.tree_util.keystr(path)} is None in this call')
-    for argument in boundary.dynamic(args):
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    for argument in () if manual else boundary.dynamic(args):
         for leaf in jax.tree.leaves(argument.value):
             if hint := pmap_hint(argument, boundary.mesh, leaf, argument.entry):
                 error.add_note(hint.removeprefix('. '))
