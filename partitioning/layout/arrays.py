@@ -41,7 +41,7 @@ def local_to_global(
         number of rows, if integers do not fit 32 bits, or if the spec does not fit an array.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(local_batch)
-    _check_no_lists(local_batch)
+    check_no_lists(local_batch)
     of_each = _spec_of_each(spec, local_batch, len(leaves))
     if batch_size is not None:
         for one in dict.fromkeys(of_each):
@@ -182,18 +182,22 @@ def _check_rows(
         )
 
 
-def _check_no_lists(batch: Any) -> None:
+def check_no_lists(batch: Any, argument: str | None = None) -> None:
     """Raises ValueError if a list of numbers stands for an array: jax sees one scalar per number.
 
-    A tuple of numbers may be some settings of the step, so only lists are refused.
+    A tuple of numbers may be some settings of the step, so only lists are refused. `argument` is
+    the name of the batch in a step, if it is one's argument.
     """
     found = jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_nested_numbers)
     for path, x in found:
         if _is_nested_numbers(x):
-            name, shape = _name(path), np.shape(np.asarray(x, dtype=object))
+            name = _name(path)
+            if argument is not None:
+                name = f'{argument}{jax.tree_util.keystr(path)}'
+            shape = np.shape(np.asarray(x, dtype=object))
             inner = f', of shape {shape}' if len(shape) > 1 else ''
             count = f'{len(x)} {"lists" if isinstance(x[0], list) else "numbers"}'
-            array = 'batch' if not path else name.rpartition('/')[2]
+            array = name if argument else 'batch' if not path else name.rpartition('/')[2]
             raise ValueError(
                 f'{name} is a list of {count}{inner}, not an array: write numpy.asarray({array})'
             )

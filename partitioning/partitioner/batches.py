@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from partitioning.layout.arrays import check_no_lists
 from partitioning.programs.boundary import is_numeric, to_shardings
 from partitioning.programs.inner_layouts import is_resource
 from partitioning.rules import (
@@ -48,11 +49,13 @@ def batch_specs(batch: Any, spec: Any, mesh: Mesh, name: str, *, is_default: boo
       `spec`, if it fits every array; or a tree of specs, in which scalars are replicated.
 
     Raises:
-      ValueError: if nobody has chosen the spec, and the first dimension of an array does not fit.
+      ValueError: if nobody has chosen the spec, and the first dimension of an array does not fit;
+        or if a list of numbers stands for an array.
     """
     if not is_resource(spec):
         _check_structure(batch, spec, name)
         return spec
+    check_no_lists(batch, name)
     if is_default:
         _check_sizes(batch, spec, mesh, name)
     if all(np.ndim(x) for x in jax.tree.leaves(batch)):

@@ -138,7 +138,9 @@ def suggest_rules(
     matches = explain_rules(state, rules)
     if not named:
         carry = sum(target.has_names for target in targets.values())
-        why = f': {carry:,} of {count(len(targets), "array")} with names' if carry else ''
+        others = '' if carry == len(targets) else ', and the others are small'
+        have = f'{count(carry, "array")} {"has" if carry == 1 else "have"} names'
+        why = f': {have}{others}' if carry else ''
         return SuggestedRules(rules, matches, [f'No array needs a rule{why}.'])
     notes = notes_on(named, shapes, sizes, shards)
     if mesh is None:

@@ -115,6 +115,10 @@ def test_batches_of_steps_that_are_scanned(data_spec):
             {'x': ROWS, 'y': np.ones(7), 'z': 1.0},
             r"batch\['y'\] has shape \(7,\).*=\{'x': P\('data'\), 'y': P\(\), 'z': P\(\)\}$",
         ),
+        (
+            {'x': ROWS, 'y': [1, 2]},
+            r"^batch\['y'\] is a list of 2 numbers.*asarray\(batch\['y'\]\)$",
+        ),
         ([np.ones((12, 3))], r'^batch\[0\] .*\(data 8\).*12.*8 or 16.*_spec, which pads them$'),
         ({'x': np.array([[1, 2], [3]], object)}, r"batch\['x'\] is a numpy array of dtype object"),
     ],
