@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast, get_args, runtime_checkable
 
@@ -137,6 +139,7 @@ def read_layout(
         return None, given
     if isinstance(layout, StandsForLayout):
         layout = layout.as_layout()
+    layout = os.fspath(layout) if isinstance(layout, os.PathLike) else layout
     if isinstance(layout, str):
         if layout not in _WORDS:
             instead = f'. Write Plan.load({layout!r})' if layout.endswith('.json') else ''
@@ -150,7 +153,13 @@ def read_layout(
         _check_only_activations(layout, given)
         return layout, given
     if not isinstance(layout, Iterable) or isinstance(layout, Mapping | set | frozenset):
-        raise ValueError(_must_be(layout))
+        sizes = isinstance(layout, Mapping) and all(isinstance(n, int) for n in layout.values())
+        hint = '. Axis sizes are a mesh: write mesh=' if sizes and layout else ''
+        if isinstance(layout, Mapping) and not sizes:
+            hint = '. Write a list of its items: list(layout.items())'
+        elif isinstance(layout, types.FunctionType):
+            hint = f'. Write {layout.__name__}(...), which calls the function'
+        raise ValueError(f'{_must_be(layout)}{hint}')
     pairs = layout if isinstance(layout, AxisRules) else tuple(layout)
     if len(pairs) == 4 and all(isinstance(n, int) for n in pairs):  # T5X's second argument
         raise ValueError(

@@ -77,6 +77,8 @@ def check_settings(given: Mapping[str, Any], known: type, owner: str) -> None:
     for name in given:
         if name not in names:
             hint = nearest(name, {'mesh', 'layout', *names})
+            if name in ('rules', 'specs', 'partition_rules'):
+                hint = f' Write layout={name}'
             raise TypeError(f'{owner} has no argument {name!r}{"." if hint else ""}{hint}')
     if given.get('use_shardy_partitioner') not in (None, True):
         raise ValueError(

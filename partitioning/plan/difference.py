@@ -100,7 +100,10 @@ def plan_diff(before: Plan, after: Plan) -> PlanDiff:
     """
     for plan in before, after:
         if not isinstance(plan, Plan):
-            raise TypeError(f'diff compares Plans, not a {type(plan).__name__}')
+            raise TypeError(
+                f'diff compares Plans, not a {type(plan).__name__}: make plans of states with '
+                'partitioner.plan(state)'
+            )
     old = {row.path: row for row in before.rows}
     new = {row.path: row for row in after.rows}
     return PlanDiff(

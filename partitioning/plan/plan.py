@@ -219,8 +219,12 @@ class Plan:
         try:
             rows, mesh, options = from_json(_file(path).read_text())
             return cls(mesh, rows, compiler_options=options)
+        except UnicodeDecodeError:
+            raise ValueError(
+                f'{path}: the file is not a text. Make it again with plan.save(path)'
+            ) from None
         except (ValueError, ImportError) as error:
-            raise ValueError(f'{path}: {error}') from error
+            raise ValueError(f'{path}: {error}') from None
 
     def replace_specs(self, specs: Mapping[str, Spec], reason: str) -> Plan:
         """The plan with other specs for some arrays.

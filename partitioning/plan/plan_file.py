@@ -38,8 +38,10 @@ from partitioning.rules import MeshLike, ResolvedDimension, axis_sizes, is_count
 from partitioning.rules.names import Policy
 from partitioning.state import Role
 from partitioning.untrusted_text import parse_json
+from partitioning.values import value_str
 
 FORMAT = 'meshwright plan 2'
+_AGAIN = 'Make the file again with plan.save(path)'
 _ROW_KEYS = [*(name for name in PlanRow._fields if name != 'spec'), 'bytes_per_device']
 
 
@@ -72,10 +74,12 @@ def from_json(
     try:
         held = parse_json(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
-        raise ValueError(f'the file is not JSON: {error}') from error
+        raise ValueError(f'the file is not JSON: {error}. {_AGAIN}') from None
     if not isinstance(held, Mapping) or held.get('format') != FORMAT:
         found = held.get('format') if isinstance(held, Mapping) else held
-        raise ValueError(f'the file must have "format": "{FORMAT}", not {found!r}')
+        raise ValueError(
+            f'the file must have "format": "{FORMAT}", not {value_str(found)}. {_AGAIN}'
+        )
     required = ('format', 'mesh', 'rows')
     check_keys('the file', held, required, (*required, 'compiler_options'))
     mesh, rows = held['mesh'], held['rows']
@@ -231,8 +235,8 @@ def check_keys(
 def _dtype(path: str, name: Any) -> Any:
     try:
         return _dtype_of_name(name)
-    except TypeError as error:
-        raise ValueError(f'{path}: "dtype" {name!r} is not the name of a dtype') from error
+    except TypeError:
+        raise ValueError(f'{path}: "dtype" {name!r} is not the name of a dtype') from None
 
 
 @functools.cache

@@ -56,4 +56,5 @@ def compiled(pattern: str, rule: str = '') -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         named = rule or f'path rule {pattern!r}'
-        raise ValueError(f'{named} is not a valid regular expression: {error}') from error
+        hint = f". For any text, write '.*', as in '.{pattern}'" if pattern.startswith('*') else ''
+        raise ValueError(f'{named} is not a valid regular expression: {error}{hint}') from None

@@ -95,7 +95,7 @@ def why_unused(pattern: str, arrays: Mapping[Path, Texts], how: How = 'fullmatch
         return f'earlier rules match {taken[0]} and everything else that it matches; move it up'
     return (
         f'no {"whole path" if how == "fullmatch" else "path"} matches it. Paths are '
-        f'{", ".join(known[:3])}, ...{nearest(pattern, known)}'
+        f'{", ".join(known[:3])}{", ..." if len(known) > 3 else "."}{nearest(pattern, known)}'
     )
 
 

@@ -446,3 +446,13 @@ def test_sizes_say_nothing_about_the_order_of_entries(partitioner, empty, capfd)
     call = partitioner.partition(identity, (P(),), DATA)
     assert_says(error_of(call, np.ones(13)), 'result: ', '13', '12 or 16')
     assert ''.join(capfd.readouterr()) == ''
+
+
+def test_an_array_of_another_mesh_in_a_closure(partitioner):
+    mesh = jax.make_mesh((4,), ('q',), devices=jax.devices()[:4])
+    w = jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, P('q')))
+    call = partitioner.partition(lambda x: x @ w, (DATA,), None)
+    with pytest.raises(
+        ValueError, match=r'is on another mesh, q 4, .* data 4 x model 2: pass it as'
+    ):
+        call(X)

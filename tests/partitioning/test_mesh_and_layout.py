@@ -1,5 +1,7 @@
 """PjitPartitioner(mesh, layout): everything that each of the two arguments may be."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -158,6 +160,15 @@ def test_zero_and_policies_are_part_of_the_rules():
     'layout, settings, said',
     [
         ('fspd', {}, "^layout='fspd' must be 'fsdp'.*Did you mean 'fsdp'"),
+        (pathlib.Path('p.json'), {}, r"Write Plan.load\('p.json'\)$"),
+        ({'data': 4}, {}, 'Axis sizes are a mesh: write mesh=$'),
+        ({'embed': 'data'}, {}, r'list\(layout.items\(\)\)$'),
+        (init, {}, r'Write init\(\.\.\.\), which calls the function$'),
+        (
+            [('*/w', P())],
+            {},
+            r"'\*/w', P\(\)\) is not a valid regular expression: .*'\.\*', as in '\.\*/w'$",
+        ),
         ('plan.json', {}, r"Plan.load\('plan.json'\)"),
         ({'embed': 'data'}, {}, '^layout=.* must be .*logical axis rules such as'),
         (SQUARE, {}, 'is a mesh: write mesh='),

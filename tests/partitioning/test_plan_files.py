@@ -290,3 +290,18 @@ def test_every_field_is_in_the_file():
     """A field of a dimension without a place in the file would be lost."""
     fields = {*typing.get_type_hints(type(PLAN.rows[0].dimensions[0]))}
     assert fields == {*WRONG_IN_DIMENSION} - {'axes'} | {'mesh_axes'}
+
+
+@pytest.mark.parametrize(
+    'held, said',
+    [
+        (b'{"format"', 'is not JSON.*Make the file again with plan.save'),
+        (b'[1]', r'not \[1\]\. Make the file again'),
+        (bytes([0xFF, 0xFE, 0x80]), 'is not a text. Make it again with plan.save'),
+    ],
+)
+def test_damaged_files(tmp_path, held, said):
+    (tmp_path / 'plan.json').write_bytes(held)
+    with pytest.raises(ValueError, match=said) as caught:
+        Plan.load(tmp_path / 'plan.json')
+    assert caught.value.__cause__ is None and '\n' not in str(caught.value)

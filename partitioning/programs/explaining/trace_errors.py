@@ -22,6 +22,9 @@ _TYPED = re.compile(r'\w+\[[\w,()@]*@[\w,()@]*\]')  # float32[8,4@model]
 _LEAKED = re.compile(r'intermediate value with type (\S+) wrapped')
 _LEAKED_AT = re.compile(r'value was created on line (.+?):(\d+)[:\d]* \((.+?)\)')
 _OTHER_MESH = re.compile(r'context mesh .* should match the mesh passed to shard_map (.*)', re.S)
+_OTHER_ARRAY = re.compile(
+    r'context mesh .* should match the aval mesh AbstractMesh\((.*?)axis_types'
+)
 _OTHER_DEVICES = re.compile(
     r'device ids (\[.*?\]).* and (\w+).* inside jit with device ids (\[.*?\])'
     r'.* at (\S+?):(\d+)',
@@ -105,13 +108,29 @@ def _say_of_other_mesh(error: Exception) -> str | None:
     """What to say of a shard_map over a mesh that is not the mesh of the function."""
     refused = _OTHER_MESH.search(str(error))
     if refused is None:
-        return None
+        return _say_of_other_array(error)
     own = describe_axes({name: int(size) for name, size in _AXIS_OF_MESH.findall(refused[1])})
     around = describe_axes(jax.sharding.get_abstract_mesh())
     return (
         f'shard_map has its own mesh, {own}{place_of(error)}, but the partitioned function runs '
         f"over {around}: pass the program's mesh to the partitioner, PjitPartitioner(mesh=...), "
         'or remove mesh= from shard_map and name the axes of the partitioner in its specs'
+    )
+
+
+def _say_of_other_array(error: Exception) -> str | None:
+    """What to say of an array of the program, or of jax.pmap, that is over another mesh."""
+    refused = _OTHER_ARRAY.search(str(error))
+    if refused is None:
+        return None
+    if '_internal_pmap_axis' in refused[1]:
+        return f'jax.pmap surrounds the function{place_of(error)}. {_WITHOUT_PMAP}'
+    own = describe_axes({name: int(size) for name, size in _AXIS_OF_MESH.findall(refused[1])})
+    around = describe_axes(jax.sharding.get_abstract_mesh())
+    return (
+        f'an array that the function uses{place_of(error)} is on another mesh, {own}, but the '
+        f'function runs over {around}: pass it as an argument, after jax.device_put(x, '
+        'NamedSharding(partitioner.mesh, P()))'
     )
 
 
