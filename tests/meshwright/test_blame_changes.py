@@ -88,7 +88,7 @@ def test_a_constraint_is_left_out_on_a_line_that_also_prints(mesh):
 
 def test_a_fault_of_a_partitioner_is_not_taken_for_an_argument_without_names():
     class Faulty(PjitPartitioner):
-        def resolve(self, state):
+        def plan(self, init_or_state, *args):
             raise RuntimeError('a fault')
 
     faulty = Faulty(num_partitions=1)

@@ -33,7 +33,7 @@ def test_with_rules_changes_only_the_rules():
     assert type(other) is _Named and other.name == 'mine' and not other.params_on_devices
     assert other.mesh is given.mesh
     assert other.names == ['batch', 'kv'] and other.data_mesh_size == 8
-    assert [name for name, _ in other.rule_set.rules] == ['batch', 'kv']
+    assert [name for name, _ in other.logical_axis_rules] == ['batch', 'kv']
     assert given.names == ['heads', 'batch'] and given.data_mesh_size == 4
     with pytest.raises(ValueError, match=r"\('a', 'b', 'c'\)"):
         given.with_rules([('a', 'b', 'c')])
