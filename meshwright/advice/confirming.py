@@ -8,11 +8,13 @@ from collections.abc import Callable
 
 from meshwright.advice.advised import Advised, Variant
 from meshwright.advice.measuring import Measured
-from meshwright.advice.surroundings import REMOVED
+from meshwright.advice.surroundings import REMOVED, Candidate
 from meshwright.advice.variants import with_change
 from meshwright.causes.cause import ConstraintRemoval, Effect
 from meshwright.causes.explaining import Explanation
 from meshwright.jax_private import TracedCall
+
+_UNNEEDED = 1.5  # how often more than by formula a program sends if layouts have spread wrongly
 
 
 def compile_variants(
@@ -32,8 +34,11 @@ def compile_variants(
       most: the number of compilations at most.
     """
     kept: list[Variant] = []
-    for number, variant in enumerate(advised.variants):
-        if number >= most:  # it does less than those that were compiled
+    variants = advised.variants[:most]  # the others do less than those that are compiled
+    if advised.sends > _UNNEEDED * advised.base.sent:
+        variants += tuple(_of_pin(pin, advised) for pin in advised.pins)
+    for number, variant in enumerate(variants):
+        if number >= most and any(v.compiled and _is_mended(v.compiled, advised) for v in kept):
             break
         after = None
         with contextlib.suppress(Exception):  # a function that cannot be made has no figures
@@ -50,6 +55,16 @@ def compile_variants(
             kept.append(dataclasses.replace(variant, compiled=effect, gone=after.gone(before)))
     kept.sort(key=lambda v: (v.compiled is None, -_saved(v)))
     return dataclasses.replace(advised, variants=tuple(kept))
+
+
+def _of_pin(pin: Candidate, advised: Advised) -> Variant:
+    return Variant(candidate=pin, estimate=advised.base, saved=0.0, vanished={})
+
+
+def _is_mended(effect: Effect, advised: Advised) -> bool:
+    """Whether a change saves most of what the layouts do not need."""
+    sent, sends = effect.sent
+    return 2 * (sent - sends) > sent - advised.base.sent
 
 
 def _saved(variant: Variant) -> float:

@@ -125,14 +125,29 @@ def _filled(around: Surroundings, layout: Layout) -> Iterator[Layout]:
                 yield tuple((axis,) if n == number else a for n, a in enumerate(layout))
 
 
-def add_constraints(around: Surroundings) -> Iterator[tuple[float, Candidate]]:
-    """Constraints on what products and lookups around the exchanges make."""
+def add_constraints(
+    around: Surroundings, *, tensors_first: bool = False
+) -> Iterator[tuple[float, Candidate]]:
+    """Constraints on what products and lookups around the exchanges make.
+
+    Args:
+      around: the arrays of the function.
+      tensors_first: as for `around.implied`.
+    """
     seen = set[tuple[str, tuple[int, ...]]]()
     for weight, value in sorted(around.near_values.values(), key=lambda pair: -pair[0]):
         key = value.line, value.shape
         if value.primitive not in _MADE or value.backward or value.manual or key in seen:
             continue
-        layout = around.implied(value)
+        value = _as_written(around, value)
+        layout = around.implied(value, tensors_first=tensors_first)
         if len(value.shape) > 1 and any(layout) and value.layout is None:
             seen.add(key)
             yield weight, Candidate(make_constraint(value, layout))
+
+
+def _as_written(around: Surroundings, value: Value) -> Value:
+    """The result of an einsum, whose product has other dimensions first; or the value itself."""
+    users = [one for one in around.possible.graph.users(value) if not one.backward]
+    is_turned = len(users) == 1 and users[0].primitive == 'transpose'
+    return users[0] if is_turned and users[0].line == value.line else value

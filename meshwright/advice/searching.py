@@ -17,6 +17,7 @@ from meshwright.advice.constraint_candidates import (
 from meshwright.advice.estimates import Estimate, count_steps, estimate_call, estimate_program
 from meshwright.advice.misfits import find_misfits
 from meshwright.advice.parameter_candidates import lay_out_parameters
+from meshwright.advice.pins import find_pins
 from meshwright.advice.results import find_gathered_results
 from meshwright.advice.rows import MissingRows, find_missing_rows
 from meshwright.advice.shard_maps import find_missing_specs
@@ -120,6 +121,7 @@ def find_variants(
         base=base,
         variants=tuple(variants),
         missing_rows=missing_rows,
+        pins=() if AxisType.Explicit in mesh.axis_types else find_pins(around, explanation),
         subject=subject,
         rows_axes=around.rows_axes,
         told=(

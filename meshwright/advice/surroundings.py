@@ -103,11 +103,16 @@ class Surroundings:
             sites[value.line, value.shape] = held + weight, value
         return sorted(sites.values(), key=lambda pair: -pair[0])
 
-    def implied(self, value: Value) -> Layout:
+    def implied(self, value: Value, *, tensors_first: bool = False) -> Layout:
         """The mesh axes of the dimensions of a value in the arguments that they come from.
 
         Rows of the batch come first. Parameters shard activations over the axes of tensors only. A
         gradient and an update have the layout of their array.
+
+        Args:
+          value: the value.
+          tensors_first: whether an axis of heads and of the sequence is for the heads, as between
+            the products of attention under sequence parallelism.
         """
         if (row := self.row_of_state(value)) is not None:
             return axes_of_row(row)
@@ -120,6 +125,8 @@ class Surroundings:
                     continue
                 if is_row:
                     axes = rows_axes if dim.number == 0 else axes_of_row(row)[dim.number]
+                    if tensors_first and dim.number:
+                        continue
                 else:
                     kept = axes_of_row(row)[dim.number] if dim.number < len(row.shape) else ()
                     axes = tuple(a for a in kept if a not in rows_axes)

@@ -333,3 +333,39 @@ def test_what_is_compared_has_one_unit():
     assert bytes_strs(1_793_000_000, 335_700_000) == ['1.67 GiB', '0.31 GiB']
     assert bytes_strs(1_793_000_000, 3_600_000) == ['1,793.0 MB', '3.6 MB']
     assert bytes_strs(3_600_000, 900) == ['3.6 MB', '900 bytes']
+
+
+def test_two_constraints_that_only_help_together():
+    """What is sent to the experts and what they return must both be laid out by experts."""
+    mesh = make_mesh()
+    groups, experts, slots = 16, 8, 4
+
+    def ask(*spec):
+        def moe(params, x):
+            send = lay(jnp.einsum('gtec,gtd->gecd', x['plan'], x['rows']), P(*spec))
+            hidden = jax.nn.relu(jnp.einsum('gecd,edf->gecf', send, params['up']))
+            out = lay(jnp.einsum('gecf,efd->gecd', hidden, params['down']), P(*spec))
+            return jnp.einsum('gtec,gecd->gtd', x['plan'], out)
+
+        def struct(shape, *spec):
+            return jax.ShapeDtypeStruct(shape, 'float32', sharding=NamedSharding(mesh, P(*spec)))
+
+        params = {
+            'up': struct((experts, WIDTH, HIDDEN), 'model'),
+            'down': struct((experts, HIDDEN, WIDTH), 'model'),
+        }
+        both = ('data', 'model')
+        x = {
+            'rows': struct((groups, 32, WIDTH), both),
+            'plan': struct((groups, 32, experts, slots), both),
+        }
+        return forecast(jax.jit(moe), params, x, confirm=True)
+
+    made, mended = ask(('data', 'model')), ask('data', 'model')
+    _, cause = advice(made)[0]
+    assert cause.confirmed
+    assert (
+        cause.change.count("write with_sharding_constraint(x, PartitionSpec('data', 'model'") == 2
+    )
+    assert cause.effect.sent == (sent(made), sent(mended))
+    assert not advice(mended)
