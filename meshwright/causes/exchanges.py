@@ -98,7 +98,8 @@ class Move:
         if unusual := possible.standard_rules(*around):
             rule = possible.layouts.rule_for(unusual[0].names[0])
             why += f'; {rule} is not as in the standard rules'
-        if misplaced := possible.fitting_layouts(*around):
+        misplaced = possible.fitting_layouts(*around)
+        if misplaced and misplaced[0].names:  # without names, it is a guess
             why += f'; the layout of {misplaced[0].path} does not fit its uses'
         if (others := evidence.combined - 1) > 0:
             arrays = 'one more array' if others == 1 else f'{others} more arrays'

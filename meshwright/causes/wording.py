@@ -63,10 +63,9 @@ def spec_text(layout: Sequence[Sequence[str]]) -> str:
 
 
 def say_rows(layouts: KnownLayouts) -> str:
-    """Whether the batch is sharded."""
+    """Whether the batch is sharded: over the axes of its first sharded dimension."""
     rows = [row for row in layouts.rows.values() if row.role == 'other' and row.shape]
-    axes = [axes_of_row(row)[0] for row in rows]
-    sharded = next((one for one in axes if one), ())
+    sharded = next((axes for row in rows for axes in axes_of_row(row) if axes), ())
     if not rows:
         return ''
     return f'the batch is sharded over {over(sharded)}' if sharded else 'the batch is not sharded'

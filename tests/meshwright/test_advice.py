@@ -369,3 +369,17 @@ def test_two_constraints_that_only_help_together():
     )
     assert cause.effect.sent == (sent(made), sent(mended))
     assert not advice(mended)
+
+
+def test_rows_that_come_second_are_sharded():
+    """A batch of (time, rows) over 'data' is not called whole."""
+    rows = jax.ShapeDtypeStruct(
+        (16, ROWS, WIDTH), 'float32', sharding=NamedSharding(make_mesh(), P(None, 'data'))
+    )
+    down = NamedSharding(make_mesh(), P('model'))
+    w = jax.ShapeDtypeStruct((WIDTH, WIDTH), 'float32', sharding=down)
+    made = explain(
+        jax.jit(lambda params, batch: jnp.tanh(batch) @ params['down']), {'down': w}, rows
+    )
+    assert made.exchanges
+    assert not any('batch is not sharded' in row.why for row in made.rows)
