@@ -128,10 +128,10 @@ def find_boundary(
             return f'{function}: in_shardings'
         entry: int = path[0].idx
         argument = arguments.name(dynamic[entry] if entry < len(dynamic) else entry)
-        return f'{function}: in_shardings{_key(path)} ({argument})'
+        return f'{function}: in_shardings[{entry}] ({argument}){_below(path[1:])}'
 
     def of_result(path: KeyPath) -> str:
-        return f'{function}: out_shardings{_key(path)}'
+        return f'{function}: out_shardings{_below(path)}'
 
     return Boundary(
         arguments=arguments,
@@ -193,8 +193,8 @@ def to_shardings(
     )
 
 
-def _key(path: KeyPath) -> str:
-    return jax.tree_util.keystr(path)
+def _below(path: KeyPath) -> str:
+    return f' at {path_str(path)}' if path else ''
 
 
 def _is_bare(x: Any) -> bool:

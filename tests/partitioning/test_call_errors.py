@@ -92,7 +92,12 @@ def assert_says(message, *parts):
             {},
             ['in_shardings[1] (batch)', "'batch' is a logical axis", "write P('data', None)"],
         ),
-        (train_step, (SPECS, {'x': ('data', None)}), {}, ["[1]['x'] (batch)", "P('data', None)"]),
+        (
+            train_step,
+            (SPECS, {'x': ('data', None)}),
+            {},
+            ['in_shardings[1] (batch) at x', "P('data', None)"],
+        ),
         (train_step, (SPECS, DATA), {'donate_argnums': 2}, ['donate_argnums=2', 'batch (1)']),
         (train_step, (SPECS, DATA), {'static_argnums': (5,)}, ['static_argnums=5', 'state (0)']),
         (train_step, (SPECS, DATA), {'donate_argnums': 'state'}, ['donate_argnums', "'s'"]),
