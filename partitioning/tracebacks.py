@@ -39,7 +39,7 @@ def keep_user_frames(error: Exception) -> None:
     The caller must then write `raise` alone. An error that this package did not mean to raise
     keeps its frames.
     """
-    if jax.config.jax_traceback_filtering == 'off':  # type: ignore[attr-defined]
+    if getattr(jax.config, 'jax_traceback_filtering', None) == 'off':
         return
     is_own = is_own_error(error)
     if is_own and not isinstance(error, ValueError | TypeError | AttributeError):
