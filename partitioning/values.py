@@ -17,13 +17,18 @@ def value_str(x: Any) -> str:
     Arrays are shown as `float32[8, 16]`, and what holds arrays as `a tuple of 2` or `a TrainState`.
     """
     if hasattr(x, 'dtype') and hasattr(x, 'shape') and not isinstance(x, type):
-        return f'{x.dtype}{list(x.shape)}'
+        return array_str(x)
     if callable(x) and hasattr(x, '__name__'):
         return f'the function {x.__name__}'
     if any(hasattr(leaf, 'dtype') for leaf in jax.tree.leaves(x)):
         return kind_str(x)
     shown = repr(x)
     return shown if len(shown) <= _LONGEST and '\n' not in shown else kind_str(x)
+
+
+def array_str(x: Any) -> str:
+    """The dtype and shape of an array or a number: `float32[8, 16]`, `int[]`."""
+    return f'{getattr(x, "dtype", type(x).__name__)}{list(np.shape(x))}'
 
 
 def kind_str(x: Any) -> str:

@@ -143,7 +143,7 @@ def _concerned(
 
 
 def _paths_of(change: Change, explanation: Explanation) -> Iterator[str]:
-    """The arrays of a state whose layout, or the layout of whose gradients, a change decides."""
+    """The arrays of a state that a change lays out, or whose gradients it lays out."""
     for part in change.parts if isinstance(change, JoinedChange) else (change,):
         if isinstance(part, StateChange):
             yield from (path for path, _ in part.layouts)

@@ -10,11 +10,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from meshwright.advice.measuring import MORE
 from meshwright.causes.cause import Cause, Effect
 from meshwright.program.collectives import Collective
 from meshwright.program.peak_memory import LiveArray
-
-_WORSE = 1.01  # the most by which a change may raise one figure while it lowers the other
 
 
 def with_tried_changes(
@@ -45,7 +44,7 @@ def _helps(effect: Effect | None) -> bool:
         return False
     pairs = (effect.sent, effect.peak)
     lowers = any(after < before for before, after in pairs)
-    return lowers and all(after <= _WORSE * before for before, after in pairs)
+    return lowers and all(after <= MORE * before for before, after in pairs)
 
 
 def _with_change_of(cause: Cause, other: Cause | None) -> Cause:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from meshwright.program.collectives import Collective
 from meshwright.program.costs import ProgramCosts
 
-_LESS, _MORE = 0.995, 1.01  # a change lowers a figure to this share, and raises others to this one
+_LESS, MORE = 0.995, 1.01  # a change lowers a figure to this share, and raises others to this one
 
 Key = tuple[str, tuple[str, ...], tuple[str, ...], str]
 
@@ -36,7 +36,7 @@ class Measured:
         if self.seconds is not None and before.seconds is not None:
             pairs.append((self.seconds, before.seconds))
         lower = any(after < _LESS * figure for after, figure in pairs)
-        return lower and all(after <= _MORE * figure for after, figure in pairs)
+        return lower and all(after <= MORE * figure for after, figure in pairs)
 
     def gone(self, before: Measured) -> frozenset[Key]:
         """The exchanges of another one that are gone, and not only there with other arrays."""

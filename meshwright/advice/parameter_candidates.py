@@ -38,7 +38,7 @@ def lay_out_parameters(around: Surroundings) -> Iterator[tuple[float, Candidate]
 
 
 def _groups(around: Surroundings) -> list[list[PlanRow]]:
-    """The matrices among the parameters, each with those of other layers that are like it."""
+    """The matrices among the parameters, each with its like in other layers."""
     groups: dict[tuple[object, ...], list[PlanRow]] = collections.defaultdict(list)
     for row in around.rows.values():
         if row.role == 'parameters' and len(row.shape) > 1:

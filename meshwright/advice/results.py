@@ -99,7 +99,7 @@ def _is_gathered(evidence: Evidence, call: TracedCall) -> bool:
 
 
 def _axes(spec: Any) -> list[Axes]:
-    return [as_tuple(own) if own is not None else () for own in spec]
+    return [as_tuple(own) for own in spec]
 
 
 def _key(evidence: Evidence) -> tuple[int | None, Axes]:

@@ -1,7 +1,7 @@
 """Abstract arguments of functions of equinox, which takes only arrays as arguments of jit.
 
-`eqx.filter_jit` makes everything that is no array a constant of the function, and so it does with
-ShapeDtypeStructs. While a function is traced here, they are arrays for it.
+`eqx.filter_jit` makes a constant of everything that is no array, ShapeDtypeStructs included. While
+a function is traced here, it takes them for arrays.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ def edit_jaxpr(
       jaxpr: the ClosedJaxpr.
       change: the change.
       mesh: the mesh of new constraints.
-      helpers: lines that stand for the lines that call them, by default those of the jaxpr. After
-        a first edit, its constraints may differ where they were alike.
+      helpers: lines that stand for the lines that call them, by default the helpers of the jaxpr.
+        After a first edit, its constraints may differ where they were alike.
 
     Raises:
       ValueError: if no operation of the line matches the change.

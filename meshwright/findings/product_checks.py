@@ -105,7 +105,7 @@ def _uses(border: Step, axis: str) -> bool:
     """Whether the in_specs or out_specs of a shard_map have a mesh axis."""
     params = border.place.equation.params
     specs = (*params['in_specs'], *params['out_specs'])
-    return any(axis in as_tuple(own) for spec in specs for own in spec if own is not None)
+    return any(axis in as_tuple(own) for spec in specs for own in spec)
 
 
 def _describe_border(
@@ -186,7 +186,7 @@ def _describe_cut(facts: ProgramFacts, axis: str, group: Sequence[tuple[Step, in
 def find_gathered_rows(facts: ProgramFacts) -> Iterator[Finding]:
     """Constraints that make an activation whole along an axis that divided its rows.
 
-    A sequence that is gathered for attention, and scattered after it, is no such activation.
+    A sequence may be gathered for attention and scattered after it, which is no fault.
     """
     batch = sum(map(facts.shard_bytes, facts.batch))
     seen = set[str]()

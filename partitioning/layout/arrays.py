@@ -157,7 +157,10 @@ def _check_rows(
     batch: _BatchShards,
     sizes: Mapping[str, int],
 ) -> None:
-    """Raises ValueError unless an array has the rows of this process; `sizes` has those of all."""
+    """Raises ValueError unless an array has the rows of this process.
+
+    `sizes` has the number of rows of each array of the batch, by name.
+    """
     if not shape:
         raise ValueError(f'{name} is a scalar, but the first dimension of a batch must be its rows')
     rows, held, num_shards = shape[0], len(batch.chunk), batch.num_shards

@@ -85,7 +85,7 @@ def check_batch(batch: Any, spec: Any) -> None:
 
 
 def _check_structure(batch: Any, spec: Any, name: str, setting: str = 'data_spec') -> None:
-    """Raises ValueError if the structure of a tree of specs does not begin that of the batch."""
+    """Raises ValueError unless a tree of specs is the batch's tree, or the upper part of it."""
     try:
         specs = jax.tree.map(lambda x: x or PartitionSpec(), spec, is_leaf=is_resource)
         for _ in pair_leaves(specs, batch, prefix=True, static_fields=False):

@@ -33,7 +33,7 @@ _BATCH_NAMES = ('batch', 'activation_batch')
 
 
 def axes_in_use(mesh: MeshLike) -> list[str]:
-    """The mesh axes that default rules must use: those of several devices, and standard ones."""
+    """The mesh axes that default rules must use: all of several devices, and standard ones."""
     return [a for a, size in axis_sizes(mesh).items() if size > 1 or a in STANDARD_MESH_AXES]
 
 

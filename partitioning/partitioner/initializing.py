@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from partitioning.plan import InitProgram, Plan
@@ -26,6 +25,7 @@ from partitioning.state.static_arrays import (
     name_static_field,
     with_static_values,
 )
+from partitioning.values import array_str
 
 
 def is_init_function(x: Any, args: tuple[Any, ...]) -> bool:
@@ -163,11 +163,6 @@ def _strong(x: Any) -> Any:
     """An array, or a Python number, with a type that operations do not change."""
     dtype = jax.typeof(x).dtype
     return jax.lax.convert_element_type(x, dtype) if jax.typeof(x).weak_type else x
-
-
-def array_str(x: Any) -> str:
-    """The dtype and shape of an array: `float32[8, 16]`."""
-    return f'{getattr(x, "dtype", type(x).__name__)}{list(np.shape(x))}'
 
 
 def check_only_arrays(

@@ -88,7 +88,7 @@ class PjitPartitioner(BasePjitPartitioner):
           warns of arrays that stay whole, or 'data_parallel', which replicates every array.
         - partition rules: (regular expression on paths, PartitionSpec) pairs.
         - a Plan, or a ShardingPlan of `partitioning.compat.pytorch`.
-        The default mesh is that of the plan, or all devices, except with logical axis rules.
+        The default mesh is the plan's, or all devices, except with logical axis rules.
       **t5x: T5X's arguments by T5X's names, for its users and its files; see `T5xSettings`. They
         say what `mesh` and `layout` say. An integer as `mesh` is T5X's `num_partitions`.
 

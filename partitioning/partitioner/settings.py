@@ -105,7 +105,7 @@ _mesh_of_partitions = functools.lru_cache(maxsize=64, typed=True)(MeshConfig.fro
 
 
 def default_mesh_of(layout: OtherLayout | None) -> MeshSetting | None:
-    """The mesh of a layout if none is given: that of a plan, or else all devices on 'data'."""
+    """The mesh of a layout if none is given: a plan's own, or else all devices on 'data'."""
     if isinstance(layout, Plan):
         mesh = layout.mesh
         return mesh if isinstance(mesh, Mesh | AbstractMesh) else dict(axis_sizes(mesh))

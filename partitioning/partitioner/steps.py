@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from partitioning.constraints import lay_out
 from partitioning.partitioner.batches import batch_specs, has_rows
-from partitioning.partitioner.initializing import array_str, check_only_arrays
+from partitioning.partitioner.initializing import check_only_arrays
 from partitioning.programs.contexts import PjittedFnWithContext
 from partitioning.programs.inner_layouts import is_resource
 from partitioning.programs.partitioned_function import PartitionedCallable
@@ -29,7 +29,7 @@ from partitioning.state.static_arrays import (
 )
 from partitioning.state.structures import match_by_path
 from partitioning.tracebacks import keep_user_frames
-from partitioning.values import value_str
+from partitioning.values import array_str, value_str
 
 
 class TrainingSetup(NamedTuple):
@@ -228,7 +228,7 @@ def _positional(arguments: Arguments, static: Sequence[int]) -> tuple[int, tuple
     they come before a static argument.
     """
     if arguments.signature is None:  # of some functions
-        return max(2, *(i + 1 for i in static), 2), ()
+        return max([2, *(i + 1 for i in static)]), ()
     parameters = list(arguments.signature.parameters.values())[: len(arguments.positional)]
     least = sum(p.default is p.empty for p in parameters)
     needed = max(2, least, *(i + 1 for i in static))

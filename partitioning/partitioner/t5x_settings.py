@@ -55,7 +55,7 @@ class T5xSettings(MeshSettings, total=False):
       plan: the layout, if it is a Plan.
       params_axes_names_override: `names` of the AxisRules that are the layout.
       optimizer_axis_rules: `optimizer` of these AxisRules.
-      on_unmatched, on_indivisible: their policies, and those of partition rules.
+      on_unmatched, on_indivisible: their policies, and the policies of partition rules.
     """
 
     logical_axis_rules: LogicalAxisRules | None

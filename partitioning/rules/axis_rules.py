@@ -33,7 +33,7 @@ class AxisRules(tuple):
       optimizer: the rules for the optimizer's state, if they differ.
 
     The default of the last four is what `rules` have, if these are AxisRules. The default of a
-    policy is then 'error', and the policies of `optimizer` are those of the rules. The sum with
+    policy is then 'error', and `optimizer` takes the policies of the rules. The sum with
     other rules, on either side, keeps everything.
 
     Raises:

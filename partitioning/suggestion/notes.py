@@ -101,7 +101,7 @@ def _bytes_held(
     rules: AxisRules,
     mesh: MeshLike,
 ) -> tuple[int, int]:
-    """The bytes of all arrays on each device, and those of the arrays that are whole there."""
+    """The bytes of all arrays on each device, and of the arrays that are whole there."""
     held = replicated = 0
     axes = axis_sizes(mesh)
     for path, of_array in names.items():

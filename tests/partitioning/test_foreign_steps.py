@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from one_line_errors import error_of
 
 from partitioning import PjitPartitioner
 
@@ -21,14 +22,6 @@ def init(key):
 def run(step, x=X, **settings):
     state, call, _ = PjitPartitioner(**settings or {'layout': 'fsdp'}).setup(init, step, 0)
     return call(state, x)
-
-
-def error_of(call, *args):
-    with pytest.raises(ValueError) as caught:
-        call(*args)
-    message = str(caught.value)
-    assert '\n' not in message
-    return message, caught.value.__cause__
 
 
 def update(state, x):

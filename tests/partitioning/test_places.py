@@ -56,6 +56,6 @@ def test_libraries_of_other_machines_and_generated_code():
     assert is_library('/opt/venv/lib/python3.12/site-packages/optax/_src/base.py:3')
     assert is_library(f'{flax.__file__}:1') and is_library(f'{jax.__file__}:1')
     assert not is_library('/opt/venv/lib/python3.12/site-packages/transformers/llama.py:3')
-    assert not is_library('/home/me/flax/examples/train.py:3')
+    assert not is_library('/project/flax/examples/train.py:3')
     assert is_standard_file(importlib.util.__file__) and is_standard_file('<frozen runpy>')
     assert not is_standard_file('<stdin>') and not is_standard_file('<ipython-input-3-abc>')

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from one_line_errors import error_of
 
 from partitioning import AxisRules, MeshConfig, PjitPartitioner
 
@@ -97,14 +98,6 @@ def test_modules_of_equinox(name):
         for _ in range(2):
             found = run(PjitPartitioner(layout='fsdp'))
             np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
-def error_of(call, *args):
-    with pytest.raises(ValueError) as caught:
-        call(*args)
-    message = str(caught.value)
-    assert '\n' not in message
-    return message, caught.value.__cause__
 
 
 def test_a_static_field_must_be_a_constant():

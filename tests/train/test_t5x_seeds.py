@@ -92,7 +92,7 @@ def settings(model_dir, **changes):
 
 
 def compare_squares(path, expected):
-    """Sums of squares of the parameters: those of T5X after as many steps."""
+    """Sums of squares of the parameters are T5X's after as many steps."""
     arrays = read_arrays(path)
     found = {name: arrays[f'target/{name}'].read() for name in expected}
     for name, array in found.items():

@@ -109,8 +109,7 @@ def _say_of_other_mesh(error: Exception) -> str | None:
     refused = _OTHER_MESH.search(str(error))
     if refused is None:
         return _say_of_other_array(error)
-    own = describe_axes({name: int(size) for name, size in _AXIS_OF_MESH.findall(refused[1])})
-    around = describe_axes(jax.sharding.get_abstract_mesh())
+    own, around = _meshes(refused[1])
     return (
         f'shard_map has its own mesh, {own}{place_of(error)}, but the partitioned function runs '
         f"over {around}: pass the program's mesh to the partitioner, PjitPartitioner(mesh=...), "
@@ -125,13 +124,18 @@ def _say_of_other_array(error: Exception) -> str | None:
         return None
     if '_internal_pmap_axis' in refused[1]:
         return f'jax.pmap surrounds the function{place_of(error)}. {_WITHOUT_PMAP}'
-    own = describe_axes({name: int(size) for name, size in _AXIS_OF_MESH.findall(refused[1])})
-    around = describe_axes(jax.sharding.get_abstract_mesh())
+    own, around = _meshes(refused[1])
     return (
         f'an array that the function uses{place_of(error)} is on another mesh, {own}, but the '
         f'function runs over {around}: pass it as an argument, after jax.device_put(x, '
         'NamedSharding(partitioner.mesh, P()))'
     )
+
+
+def _meshes(refused: str) -> tuple[str, str]:
+    """The mesh in a text of jax, and the mesh of the function, in words."""
+    own = {name: int(size) for name, size in _AXIS_OF_MESH.findall(refused)}
+    return describe_axes(own), describe_axes(jax.sharding.get_abstract_mesh())
 
 
 def _short(devices: str) -> str:

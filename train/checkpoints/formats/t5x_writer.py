@@ -77,7 +77,7 @@ class LegacyWriter:
     ) -> None:
         """Starts to write a step, when the arrays have been copied to the host.
 
-        The arguments are those of `StepWriter.start`. Items without texts are left out.
+        It takes the arguments of `StepWriter.start`. Items without texts are left out.
         """
         wait_for_devices(tree)
         named = traverse_util.flatten_dict(tree, sep='/')
