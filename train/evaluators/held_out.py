@@ -149,11 +149,11 @@ def _make_score_step(objective: Objective) -> Any:
     There are ratios only if the objective averages its metrics over batches.
     """
 
-    def score_step(params: Any, variables: Any, batch: Any) -> tuple[Any, dict[str, Ratio]]:
+    def eval_step(params: Any, variables: Any, batch: Any) -> tuple[Any, dict[str, Ratio]]:
         sums = dict(compute_loss(objective, params, batch, None, variables or {}).sums)
         return sums, objective.metrics(sums, batch) if objective.averages else {}
 
-    return score_step
+    return eval_step
 
 
 def _check_fillers(
