@@ -58,7 +58,7 @@ def check_not_names_by_path(rules: LogicalAxisRules, mesh: MeshLike) -> None:
     if not rules or not all(isinstance(axes, tuple) for _, axes in rules):
         return
     named = [axis for _, axes in rules for axis in as_tuple(axes)]
-    if not {*named} & {*axis_sizes(mesh)}:
+    if named and not {*named} & {*axis_sizes(mesh)}:
         first = tuple(rules[0])
         raise ValueError(
             f'rule {first!r}: the mesh {describe_axes(mesh)} has no axis {named[0]!r}. If '

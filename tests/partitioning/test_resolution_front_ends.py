@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from flax import nnx, struct
 from flax.linen.partitioning import AxisMetadata
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from test_resolution_properties import AXES, POLICIES, RULES, SIZES, cases
+from test_resolution_properties import AXES, POLICIES, RULES, SIZES, Case, cases
 
 from partitioning import AxisNames, AxisRules, PjitPartitioner, logical_to_mesh_axes
 
@@ -84,6 +84,7 @@ def answer(front_end, *args):
 
 @settings(max_examples=100)
 @given(cases(), st.sampled_from(SMALL_MESHES), st.sampled_from(POLICIES), st.booleans())
+@example(Case(names=(), rules=[('a', ())], mesh={'x': 2}, shape=()), (2, 2, 2), 'error', False)
 def test_every_front_end_has_the_same_answer(case, sizes, policy, lenient):
     rules = AxisRules(case.rules, 'replicate' if lenient else 'error', policy)
     args = (case.names, case.shape, rules, mesh_of(*sizes))
