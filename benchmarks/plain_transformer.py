@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,10 @@ import optax
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes of the model. The computation has `dtype`; parameters are float32."""
+    """The sizes of the model. The computation has `dtype`; parameters are float32.
+
+    `remat` is 'none', or 'full': the backward pass computes each layer again.
+    """
 
     vocab_size: int
     num_layers: int
@@ -28,6 +31,7 @@ class Sizes:
     num_heads: int
     mlp_dim: int
     dtype: str
+    remat: str = 'none'
 
     @property
     def head_dim(self) -> int:
@@ -76,8 +80,16 @@ def _rotate(x_BLHN: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
     return turned.astype(x_BLHN.dtype)
 
 
-def compute_logits(sizes: Sizes, params: dict[str, Any], tokens_BL: jax.Array) -> jax.Array:
-    """Returns the float32 logits of the next tokens, [batch, length, vocab]."""
+def compute_logits(
+    sizes: Sizes,
+    params: dict[str, Any],
+    tokens_BL: jax.Array,
+    kernel: Literal['cudnn'] | None = None,
+) -> jax.Array:
+    """Returns the float32 logits of the next tokens, [batch, length, vocab].
+
+    `kernel` is the implementation of `jax.nn.dot_product_attention`.
+    """
     half = sizes.head_dim // 2
     frequency_N = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle_LN = jnp.arange(tokens_BL.shape[1])[:, None] * frequency_N
@@ -91,7 +103,7 @@ def compute_logits(sizes: Sizes, params: dict[str, Any], tokens_BL: jax.Array) -
             for name in ('query', 'key', 'value')
         )
         attended = jax.nn.dot_product_attention(
-            _rotate(q, sin, cos), _rotate(k, sin, cos), v, is_causal=True
+            _rotate(q, sin, cos), _rotate(k, sin, cos), v, is_causal=True, implementation=kernel
         )
         x_BLD += jnp.einsum('BLHN,HND->BLD', attended, a['out'].astype(sizes.dtype))
         normed = _norm(x_BLD, p['mlp_norm']['scale'])
@@ -99,17 +111,20 @@ def compute_logits(sizes: Sizes, params: dict[str, Any], tokens_BL: jax.Array) -
         return x_BLD + (jax.nn.silu(gate) * up) @ m['down'].astype(sizes.dtype), None
 
     x_BLD = params['embedding'].astype(sizes.dtype)[tokens_BL] * sizes.embed_dim**0.5
-    x_BLD, _ = jax.lax.scan(layer, x_BLD.astype(sizes.dtype), params['layers'])
+    body = jax.checkpoint(layer) if sizes.remat == 'full' else layer
+    x_BLD, _ = jax.lax.scan(body, x_BLD.astype(sizes.dtype), params['layers'])
     x_BLD = _norm(x_BLD, params['final_norm']['scale'])
     logits = jnp.einsum('BLD,DV->BLV', x_BLD, params['output'].astype(sizes.dtype))
     return logits.astype(jnp.float32)
 
 
-def make_step(sizes: Sizes, tx: optax.GradientTransformation) -> Callable[..., Any]:
+def make_step(
+    sizes: Sizes, tx: optax.GradientTransformation, kernel: Literal['cudnn'] | None = None
+) -> Callable[..., Any]:
     """Returns the function ((params, opt_state), batch) -> ((params, opt_state), metrics)."""
 
     def loss_of(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        logits = compute_logits(sizes, params, batch['decoder_input_tokens'])
+        logits = compute_logits(sizes, params, batch['decoder_input_tokens'], kernel)
         targets, weights = batch['decoder_target_tokens'], batch['decoder_loss_weights']
         nats = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         right = (logits.argmax(-1) == targets) * weights
