@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import flax.linen as nn
+import jax
 import optax
 
 from partitioning import PjitPartitioner
@@ -14,6 +15,7 @@ from train.checkpoints.steps.manifest import Manifest, write_manifest
 from train.data import CausalLM, Records
 from train.data.record import check_same_everywhere, data_record
 from train.errors import ConfigError
+from train.processes.holding import hold_folder
 from train.processes.together import check_same_step, raise_on_all_processes
 
 
@@ -66,12 +68,20 @@ def failing_runs(index, folder):
     return {
         'a file': error_of(train, config),
         'restore': error_of(train, shared),
+        'in use': error_of(train_while_it_is_held, dataclasses.replace(shared, restore=None)),
         'evaluation': error_of(evaluate, shared, restore=restore, output_dir='scores'),
         **{
             name: error_of(train, dataclasses.replace(shared, restore=None, **change))
             for name, change in changes.items()
         },
     }
+
+
+def train_while_it_is_held(config):
+    """Trains in a folder that process 0 holds for another run."""
+    with hold_folder('MODEL_DIR', config.model_dir, print) as held:
+        assert (held is None) == (jax.process_index() != 0)
+        train(config)
 
 
 def error_of(function, *args, **kwargs):

@@ -203,6 +203,13 @@ def test_if_one_process_cannot_start_a_run_the_other_stops(reports_of):
         assert first[name] == f'{kind}process 1 failed: {second[name].removeprefix(kind)}'
 
 
+def test_all_processes_are_told_that_another_run_holds_the_folder(reports_of):
+    first, second = (report['failures']['in use'] for report in reports_of(2))
+    assert first.startswith('FolderInUse: MODEL_DIR ') and '(this process)' in first
+    kind = 'FolderInUse: '
+    assert second == f'{kind}process 0 failed: {first.removeprefix(kind)}'
+
+
 # Training.
 
 

@@ -19,6 +19,7 @@ from train.evaluators.evaluator import prepare_evaluators
 from train.machine.devices import collect_garbage, must_wait_for_steps
 from train.processes import signals
 from train.processes.activity import wait_for_devices
+from train.processes.holding import Holding, hold_folder
 from train.processes.together import taking_part
 from train.processes.watchdog import Watchdog
 from train.reporting.console import RunConsole
@@ -65,8 +66,11 @@ def train(config: TrainConfig, *, expect_plan: str | os.PathLike[str] | None = N
       The state after the last step.
 
     Raises:
-      ConfigError, ValueError: if a setting cannot be honoured, or if the layout differs from
-        `expect_plan`. In both cases, nothing has been compiled or written.
+      ConfigError, ValueError: if a setting cannot be honoured, if the layout differs from
+        `expect_plan`, or if another run holds `model_dir` (`FolderInUse`). In these cases, nothing
+        has been compiled or written.
+      FolderLost: if another run has taken over `model_dir`, for example while this one was
+        suspended. Nothing more is written.
       FloatingPointError: if a step is not finite and `config.not_finite` stops the run then. The
         newest checkpoint is kept.
       Interrupted: if SIGTERM, SIGINT or SIGHUP, sent to any process of the run, ends it early.
@@ -80,15 +84,19 @@ def train(config: TrainConfig, *, expect_plan: str | os.PathLike[str] | None = N
         taking_part(console.activity, config.model_dir),
         Watchdog(limits, console.activity, config.model_dir, log_every=config.log_every),
     ):
-        return _train(config, console, expect_plan)
+        agree_on_settings(config)
+        with hold_folder('MODEL_DIR', config.model_dir, console.say) as held:
+            return _train(config, console, expect_plan, held)
 
 
 def _train(
-    config: TrainConfig, console: RunConsole, expect_plan: str | os.PathLike[str] | None
+    config: TrainConfig,
+    console: RunConsole,
+    expect_plan: str | os.PathLike[str] | None,
+    held: Holding | None,
 ) -> TrainState:
     # ---- mesh, data, and the layout of every array, before any of them exists
     clock = StartClock()
-    agree_on_settings(config)
     prepared = prepare(config, console)
     agree_on_layout(prepared)
     if expect_plan is not None:
@@ -107,6 +115,8 @@ def _train(
     programs = compilation.programs
 
     # ---- state: restored, or created on its devices
+    if held is not None:
+        held.check()
     saved.texts = write_run_files(run, start.data_after)
     saved.check_writable()
     if programs.init is None:
@@ -125,7 +135,7 @@ def _train(
 
     # ---- loop: the host dispatches steps ahead of the devices, and waits only to log
     scores = evaluate_at_start(run, start, evaluators, state, writers)
-    loop = Loop(run, start.step, programs, clock, feed, evaluators, saved, writers)
+    loop = Loop(run, start.step, programs, clock, feed, evaluators, saved, writers, held)
     loop.check_end(scores)
     signals.defer()
     state = loop.train(state)
@@ -140,6 +150,7 @@ class Loop:
     Attributes:
       step: the last step that has begun.
       clock: measures how long the run takes to start.
+      held: the folder of the run, in process 0.
       reason: why the run ends early, or None.
     """
 
@@ -151,6 +162,7 @@ class Loop:
     evaluators: Mapping[str, Any]
     saved: Checkpoints
     writers: Writers
+    held: Holding | None
     reason: str | None = None
 
     def __post_init__(self) -> None:
@@ -190,6 +202,8 @@ class Loop:
                 profiler.before(self.step)
                 state, metrics = self._dispatch(state)
                 due = find_due(run, self.evaluators, saved, self.step)
+                if self.held is not None and due.reading:  # something is to be written
+                    self.held.check()
                 if due.reading or jax.process_count() == 1:
                     report_failed_save(run, saved, self.step)
                 if due.reading:
