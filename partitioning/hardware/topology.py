@@ -163,6 +163,22 @@ def parse_topology(name: str) -> tuple[Chip, tuple[int, ...]]:
     return chip, tuple(int(n) for n in arrangement.split('x'))
 
 
+def check_shape(name: str) -> None:
+    """Checks by arithmetic that there are machines with a name, as far as hosts must tile them.
+
+    Raises:
+      ValueError: if the chip is unknown, or hosts of 2 x 2 chips do not tile its arrangement.
+    """
+    chip, shape = parse_topology(name)
+    if chip.platform == 'gpu' or math.prod(shape) == 1 or not any(n % 2 for n in shape[:2]):
+        return
+    even = [n + n % 2 for n in shape[:2]] + list(shape[2:])
+    raise ValueError(
+        f'{chip.name}:{_by(shape)} has {" x ".join(map(str, shape))} chips, which hosts of 2 x 2 '
+        f'chips do not tile: use even numbers along x and y, such as {chip.name}:{_by(even)}'
+    )
+
+
 def _three(values: Any, kind: type, option: str, what: str) -> tuple[Any, Any, Any]:
     three = tuple(values) if isinstance(values, Sequence) else ()
     if len(three) != 3 or not all(type(value) is kind for value in three):

@@ -12,7 +12,8 @@ from gin_fixtures import load_config
 
 from partitioning.rules import as_tuple
 from train.cli import main
-from train.gin.load import find_config, find_config_root
+from train.gin.load import find_config
+from train.gin.parsing import find_config_root
 
 REPOSITORY = find_config_root()
 FILES = ('configs/runs/pretrain.gin', 'configs/models/tiny.gin')

@@ -8,7 +8,7 @@ from gin_fixtures import load_config
 
 from train.data.text.sources import TextFiles
 from train.errors import ConfigError
-from train.gin.load import find_config_root
+from train.gin.parsing import find_config_root, read_bindings
 
 pytestmark = pytest.mark.core
 
@@ -98,11 +98,29 @@ def test_text_without_quotes_in_a_file(refusal):
     assert ' at 0x' not in message, 'the message must not contain the address of a Python object'
 
 
-@pytest.mark.parametrize('value', ['/tmp/run', 'hello', 'gs://bucket/run', '', '[1,', 'a b'])
-def test_text_without_quotes_in_a_flag(refusal, value):
+@pytest.mark.parametrize(
+    'text',
+    ['/tmp/run', 'hello', 'gs://b/r', 'a b', 'ünï/côde', "it's", '~/x', '2024-01-01', 'v5e:4x4'],
+)
+def test_text_in_a_flag_needs_no_quotes_inside_quotes(text):
+    for written in (text, repr(text)):
+        (statement,) = read_bindings([f'MODEL_DIR={written}'])
+        assert (statement.macro, statement.parsed.value) == ('MODEL_DIR', text)
+
+
+@pytest.mark.parametrize(
+    ('written', 'value'), [('3', 3), ('1e-3', 1e-3), ('True', True), ('None', None), ('[1]', [1])]
+)
+def test_other_values_in_a_flag_stay_as_they_are(written, value):
+    (statement,) = read_bindings([f'Model.size={written}'])
+    assert statement.parsed.value == value and type(statement.parsed.value) is type(value)
+
+
+@pytest.mark.parametrize('value', ['', '[1,', "'a", '{a}'])
+def test_a_broken_value_in_a_flag_is_no_text(refusal, value):
     message = refusal('A = %MODEL_DIR\n', f'MODEL_DIR={value}')
     assert message.startswith(f'--gin.MODEL_DIR={value}: ')
-    assert f'--gin.MODEL_DIR="\'{value}\'"' in message
+    assert f'--gin.MODEL_DIR="{value!r}"' in message
 
 
 def test_a_flag_for_an_unused_macro(refusal):

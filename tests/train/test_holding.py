@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from small import small_config
 from train import train
 from train.checkpoints import CheckpointConfig
 from train.errors import ConfigError
-from train.processes import holding
+from train.processes import claims as claims_module, holding
 from train.processes.claims import ClaimedFolder, Owner, this_process
 from train.processes.holding import FolderInUse, FolderLost, Timing, hold_folder
 
@@ -71,9 +72,8 @@ def child():
 
 
 def owner_of(process):
-    from train.processes import claims as module
-
-    return dataclasses.replace(this_process(), pid=process.pid, born=module._look_at(process.pid)[1])
+    born = claims_module._look_at(process.pid)[1]
+    return dataclasses.replace(this_process(), pid=process.pid, born=born)
 
 
 # On this machine.
@@ -134,13 +134,11 @@ def test_a_suspended_run_keeps_its_folder_however_long(tmp_path):
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         (name,) = claims(tmp_path)
         os.utime(tmp_path / name, (1e9, 1e9))  # its last sign of life
-        with pytest.raises(FolderInUse, match=rf' d ago, suspended \(kill -CONT {process.pid} '):
+        with pytest.raises(FolderInUse, match=rf' days ago, suspended \(kill -CONT {process.pid} '):
             hold(tmp_path).__enter__()
 
 
 def test_a_copy_of_a_running_folder_is_free(tmp_path):
-    import shutil
-
     (tmp_path / 'a').mkdir()
     with child() as process, another_run(tmp_path / 'a', owner_of(process)):
         shutil.copytree(tmp_path / 'a', tmp_path / 'b')
@@ -178,9 +176,7 @@ def test_a_run_on_another_host_is_alive_while_it_gives_signs(shared, monkeypatch
         monkeypatch.setattr(
             ClaimedFolder,
             'last_sign',
-            lambda self, token: (
-                at['sign'] if token == other.token else last_sign(self, token)
-            ),
+            lambda self, token: at['sign'] if token == other.token else last_sign(self, token),
         )
 
         def give_sign(second):
@@ -188,7 +184,7 @@ def test_a_run_on_another_host_is_alive_while_it_gives_signs(shared, monkeypatch
                 at['sign'] += 9
 
         said = []
-        with pytest.raises(FolderInUse, match='process 7 on host elsewhere .*meshwright train.*'):
+        with pytest.raises(FolderInUse, match=r'process 7 on host elsewhere .*meshwright train'):
             hold(shared, Clock(give_sign), said=said).__enter__()
         (line,) = said
         assert 'claimed by process 7 on host elsewhere' in line and 'at most ' in line
@@ -247,7 +243,7 @@ def test_a_run_that_wakes_up_without_its_folder_writes_nothing_more(shared):
 
 def test_train_stops_without_writing_when_its_folder_is_lost(texts, tmp_path, monkeypatch):
     clock, folder, kept = Clock(), tmp_path / 'run', {}
-    monkeypatch.setattr(holding, '_now', lambda: clock.now)
+    monkeypatch.setattr(holding, 'Timing', lambda: clock.timing)
 
     def suspend(state, step, metrics):
         if step == 3:
@@ -317,9 +313,9 @@ def test_of_runs_that_begin_at_once_one_holds_the_folder(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / 'file').write_text('')
-    with pytest.raises(ConfigError, match='MODEL_DIR .*file/run: .*file is a file, not a folder'):
+    with pytest.raises(ConfigError, match=r'MODEL_DIR .*file/run: .*file is a file, not a folder'):
         hold(tmp_path / 'file/run').__enter__()
     if os.getuid():
         (tmp_path / 'closed').mkdir(mode=0o500)
-        with pytest.raises(ConfigError, match='MODEL_DIR .* cannot be written: Permission denied'):
+        with pytest.raises(ConfigError, match=r'MODEL_DIR .* cannot be written: Permission denied'):
             hold(tmp_path / 'closed/run').__enter__()

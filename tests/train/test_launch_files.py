@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from train.cli import main
-from train.gin.load import find_config_root
+from train.gin.parsing import find_config_root
 from train.processes.environment import find_processes
 
 pytestmark = pytest.mark.core

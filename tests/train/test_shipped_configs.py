@@ -20,7 +20,7 @@ from small import model
 from partitioning import TrainState, unbox
 from train import NextToken
 from train.errors import ConfigError
-from train.gin.load import find_config_root
+from train.gin.parsing import find_config_root
 from train.models.transformer import TransformerConfig
 
 pytestmark = pytest.mark.core

@@ -16,7 +16,8 @@ from train.checkpoints import CheckpointConfig
 from train.cli import main
 from train.data import ByT5Tokenizer, CausalLM, TextFiles
 from train.errors import ConfigError
-from train.gin.load import find_config_root, find_entry
+from train.gin.load import find_entry
+from train.gin.parsing import find_config_root
 from train.machine import devices as machine
 from train.models.t5 import DecoderOnly, DecoderOnlyConfig
 from train.running.training import train as train_here

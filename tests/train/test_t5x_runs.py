@@ -14,7 +14,8 @@ import pytest
 from gin_fixtures import load_config
 
 from train.cli.command import CommandParser
-from train.gin.load import find_config_root, find_entry
+from train.gin.load import find_entry
+from train.gin.parsing import find_config_root
 
 FOLDER = find_config_root() / 'configs/t5x'
 FRAGMENTS = {  # files that are not a whole run -> the files that complete them

@@ -196,9 +196,9 @@ def test_parts_must_have_the_same_arrays_in_evaluations(lm):
 
 def test_a_part_without_documents_to_train_on(lm):
     held = lm([b'a', b'b'], held_out=100)
-    with pytest.raises(ConfigError, match=r'empty corpus.* 2 are held out.*holdout_percent'):
+    with pytest.raises(ConfigError, match=r'no document to train on.* 2 are held out.*holdout'):
         held.open(LENGTH).training(0)
-    with pytest.raises(ConfigError, match=r'empty corpus.* 2 are held out.*holdout_percent'):
+    with pytest.raises(ConfigError, match=r'no document to train on.* 2 are held out.*holdout'):
         Mixture(tasks=[lm([b'c']), held], weights=[1, 1]).open(LENGTH).training(0)
 
 

@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.cli.command import OneLineParser, run_command
-from train.cli.forecasting import add_topologies, leave_devices_alone, show_progress
+from train.cli.forecasting import (
+    add_topologies,
+    check_topologies,
+    leave_devices_alone,
+    show_progress,
+)
 from train.cli.searching import DEFAULTS
 
 if TYPE_CHECKING:
@@ -57,6 +62,7 @@ def find_machines(arguments: Sequence[str], prog: str) -> int:
 
 def _answer(options: argparse.Namespace) -> int:
     leave_devices_alone()
+    check_topologies(options.topology)
     import jax
 
     from partitioning.hardware import stand_in_devices

@@ -88,15 +88,18 @@ def _make_parser(prog: str) -> CommandParser:
 def _answer(options: argparse.Namespace, prog: str) -> int:
     """Forecasts the runs on the machines, or searches their settings, and returns the status."""
     leave_devices_alone()
-    from meshwright import forecast_table
     from train.errors import ConfigError, os_errors_as
     from train.paths import as_path
-    from train.planning.machines import check_compilers, parse_machine
 
     if options.update and not options.golden:
         raise ConfigError('--update replaces golden forecasts: name their folder, --golden=DIR')
     if not options.runs and not options.gin_file:
         raise ConfigError(f'no run: name one, such as `{prog} pretrain --topology=v5p:4x4x4`')
+    files = [find_gin_file(one) for one in options.runs]
+    check_topologies(options.topology)
+    from meshwright import forecast_table
+    from train.planning.machines import check_compilers, parse_machine
+
     machines = [parse_machine(name, on_cpu=options.on_cpu) for name in options.topology]
     if options.search:
         searching.check_flags(options)
@@ -109,7 +112,7 @@ def _answer(options: argparse.Namespace, prog: str) -> int:
         folder = as_path('--out', options.out)
         with os_errors_as(f'--out={options.out} cannot be created:'):
             folder.mkdir(parents=True, exist_ok=True)
-    configure(options, [searching.DEFAULTS, *(find_gin_file(one) for one in options.runs)])
+    configure(options, [searching.DEFAULTS, *files])
     forecasts, programs = _forecast_all(machines, options)
     if options.json:
         print(_to_json(forecasts))
@@ -131,6 +134,22 @@ def add_topologies(parser: argparse.ArgumentParser) -> None:
         metavar='TOPOLOGY',
         help='a machine, such as v5p:4x4x4; repeat the flag for more',
     )
+
+
+def check_topologies(names: Sequence[str]) -> None:
+    """Checks the names of machines before anything is imported that takes long.
+
+    Raises:
+      ConfigError: if there is no such machine.
+    """
+    from partitioning.hardware.topology import check_shape, split_slices
+    from train.errors import ConfigError
+
+    for name in names:
+        try:
+            check_shape(split_slices(name)[0])
+        except ValueError as error:
+            raise ConfigError(f'--topology={name}: {error}') from error
 
 
 @contextlib.contextmanager

@@ -54,17 +54,25 @@ def precompile(arguments: Sequence[str], prog: str) -> int:
     options = parser.read(arguments)
 
     def command() -> None:
+        from train.cli.early import check_folder
+
+        files = [find_gin_file(run) for run in options.runs]
+        check_folder(options, files)
         from train.gin.load import find_config
         from train.planning.precompiling import precompile
 
-        configure(options, [find_gin_file(run) for run in options.runs])
+        configure(options, files)
         precompile(find_config())
 
     return run_command(command, options)
 
 
 def _start(options: argparse.Namespace) -> None:
+    from train.cli.early import check_run
     from train.errors import ConfigError
+
+    files = [find_gin_file(run) for run in options.runs]
+    check_run(options, files)
     from train.gin.load import find_entry
     from train.reporting.meter import note_start_of_process
 
@@ -72,7 +80,7 @@ def _start(options: argparse.Namespace) -> None:
     if profile is not None:
         setting = f'TrainConfig.profile_steps=({profile})'
         options.gin_bindings = [*options.gin_bindings, setting]
-    configure(options, [find_gin_file(run) for run in options.runs])
+    configure(options, files)
     entry = find_entry()
     for flag, value in (('--profile_steps', profile), ('--expect_plan', expected)):
         if value is not None and entry.__module__ != 'train.running.training':
@@ -95,7 +103,7 @@ def add_runs(parser: CommandParser, nargs: str) -> None:
 
 def known_runs() -> list[str]:
     """Returns the names of the runs in configs/runs."""
-    from train.gin.load import find_config_root
+    from train.gin.parsing import find_config_root
 
     files = (find_config_root() / 'configs/runs').glob('*.gin')
     return sorted(file.stem for file in files if file.stem != 'base')
@@ -109,7 +117,6 @@ def find_gin_file(run: str) -> str:
     Raises:
       ConfigError: if it is none of these.
     """
-    from partitioning.rules import nearest
     from train.errors import ConfigError
     from train.paths import as_path, file_of_run
 
@@ -118,6 +125,8 @@ def find_gin_file(run: str) -> str:
     if run.endswith('.gin'):
         return run
     if run not in known_runs():
+        from partitioning.rules import nearest  # imports jax
+
         raise ConfigError(
             f'no run {run!r}.{nearest(run, known_runs())} The runs are {", ".join(known_runs())}; '
             'for others, give a gin file, or the folder of a run with a config.gin'

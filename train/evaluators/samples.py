@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,9 @@ from train.models.config import TransformerConfig
 from train.models.decoding import generate
 from train.objectives import NextToken, as_model
 from train.processes.activity import calling_compiler, wait_for_devices
+
+# From so many tokens on, a terminal shows how many there are.
+WORTH_SHOWING = 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,12 +86,16 @@ class PreparedSamples:
     """The tokens of each prompt, int32 [tokens]; see `Samples`.
 
     An empty prompt becomes the separator.
+
+    Attributes:
+      shown: the function that shows the number of new tokens, while they are sampled.
     """
 
     every: int
     owner: EvaluatedRun
     settings: Samples
     prompts: list[np.ndarray]
+    shown: list[Callable[[int], None]] = dataclasses.field(default_factory=list)
 
     def run(self, state: TrainState, step: int) -> dict[str, float]:
         console = self.owner.console
@@ -112,13 +119,22 @@ class PreparedSamples:
             jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
             for x in (tokens_BP, lengths_B)
         )
-        with calling_compiler():
-            tokens = self._sampler(state.params, state.flax_mutables, *given)
-        rows = np.asarray(wait_for_devices(tokens))
+        console, new_tokens = self.owner.console, self.settings.length - min(map(len, self.prompts))
+        with console.counting('generating tokens', new_tokens) as show:
+            self.shown.append(show)
+            with calling_compiler():
+                tokens = self._sampler(state.params, state.flax_mutables, *given)
+            rows = np.asarray(wait_for_devices(tokens))
+            jax.effects_barrier()
+        self.shown.clear()
         return [
             tokenizer.decode(row[len(prompt) : self.settings.length]).decode(errors='replace')
             for row, prompt in zip(rows, self.prompts, strict=False)
         ]
+
+    def _show(self, number: Any) -> None:
+        for show in self.shown:
+            show(int(number))
 
     @functools.cached_property
     def _sampler(self) -> Any:
@@ -131,6 +147,8 @@ class PreparedSamples:
         num_tokens = tokenizer.num_tokens - separator_is_last
         new_tokens = settings.length - min(map(len, self.prompts))
         module: Any = config.objective.model  # type: ignore[attr-defined]
+        # A program that calls the host is not kept for the next start, so only a terminal has it.
+        show_progress = self.owner.console.is_terminal and new_tokens >= WORTH_SHOWING
         is_built_in = isinstance(getattr(module, 'config', None), TransformerConfig)
 
         def continue_prompts(
@@ -153,6 +171,7 @@ class PreparedSamples:
                 top_k=settings.top_k,
                 top_p=settings.top_p,
                 num_tokens=num_tokens,
+                on_tokens=self._show if show_progress else None,
             )[0]
 
         return partition_scoring(self.owner, continue_prompts, partitioner.data_partition_spec)

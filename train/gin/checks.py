@@ -12,8 +12,8 @@ from gin import config as gin_internals, config_parser
 
 from partitioning.rules import nearest
 from train.errors import ConfigError
-from train.gin.configurables import is_within, listed_names
-from train.gin.parsing import Statement
+from train.gin.configurables import listed_names
+from train.gin.parsing import Statement, is_within
 from train.gin.selectors import NO_ALIASES, Aliases, Resolver, is_import, refusal
 
 

@@ -11,15 +11,18 @@ import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gin import config as gin_internals, config_parser
 
-from partitioning import Plan
+from train.gin.parsing import is_within
+
+if TYPE_CHECKING:
+    from partitioning import Plan
 
 
 def _read(section: str) -> dict[str, list[str]]:
@@ -41,6 +44,8 @@ _BY_IMPORT: set[str] = set()
 
 def load_plan(path: str) -> Plan:
     """Reads the plan file at `path`, for `PjitPartitioner.layout`."""
+    from partitioning import Plan
+
     return Plan.load(path)
 
 
@@ -74,11 +79,6 @@ def _register(module: str, name: str) -> None:
 def _import_of(module: str) -> config_parser.ImportStatement:
     location = config_parser.Location(None, 0, None, '')
     return config_parser.ImportStatement(module, '.' in module, None, location)
-
-
-def is_within(name: str, packages: Iterable[str]) -> bool:
-    """Whether a module or a name belongs to one of the packages."""
-    return any(name == p or name.startswith(f'{p}.') for p in packages)
 
 
 def listed_names() -> set[str]:

@@ -6,7 +6,6 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import gin
@@ -14,15 +13,9 @@ from gin import config as gin_internals
 
 from train.errors import ConfigError, first_line
 from train.gin import checks, parsing
-from train.gin.configurables import is_within, register_listed
-from train.gin.parsing import parse
+from train.gin.configurables import register_listed
+from train.gin.parsing import is_within, parse, read_statements
 from train.gin.selectors import NO_ALIASES, Aliases, Resolver, is_import
-
-
-def find_config_root() -> Path:
-    """Returns the folder that contains `configs/`: this package in a wheel, or the repository."""
-    package = Path(__file__).resolve().parents[1]
-    return package if (package / 'configs').is_dir() else package.parent
 
 
 def load_config(
@@ -72,22 +65,6 @@ def configure(
         gin.finalize()
     except Exception as error:
         raise ConfigError(f'gin: {first_line(error)}') from error
-
-
-def read_statements(
-    files: Sequence[str], bindings: Sequence[str] = (), search_paths: Sequence[str] = ()
-) -> list[parsing.Statement]:
-    """Returns the statements of files and flags in the order in which they take effect.
-
-    Args:
-      files, bindings, search_paths: as in `load_config`.
-
-    Raises:
-      ConfigError: if a file is not found or cannot be parsed.
-    """
-    folders = [*search_paths, str(find_config_root())]
-    of_files = (statement for file in files for statement in parsing.read_file(file, folders))
-    return [*of_files, *parsing.read_bindings(bindings)]
 
 
 def _bind(statement: parsing.Statement, resolver: Resolver) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
+import shlex
 import tokenize
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,18 @@ from gin import config_parser
 
 from partitioning.untrusted_text import printable
 from train.errors import ConfigError, first_line
-from train.gin.configurables import is_within
 from train.paths import as_path
+
+
+def find_config_root() -> Path:
+    """Returns the folder that contains `configs/`: this package in a wheel, or the repository."""
+    package = Path(__file__).resolve().parents[1]
+    return package if (package / 'configs').is_dir() else package.parent
+
+
+def is_within(name: str, packages: Iterable[str]) -> bool:
+    """Whether a module or a name belongs to one of the packages."""
+    return any(name == p or name.startswith(f'{p}.') for p in packages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +110,22 @@ class Statement:
         return module == '__gin__.dynamic_registration' and self.parsed.is_from
 
 
+def read_statements(
+    files: Sequence[str], bindings: Sequence[str] = (), search_paths: Sequence[str] = ()
+) -> list[Statement]:
+    """Returns the statements of files and flags in the order in which they take effect.
+
+    Args:
+      files, bindings, search_paths: as in `train.gin.load.load_config`.
+
+    Raises:
+      ConfigError: if a file is not found or cannot be parsed.
+    """
+    folders = [*search_paths, str(find_config_root())]
+    of_files = (statement for file in files for statement in read_file(file, folders))
+    return [*of_files, *read_bindings(bindings)]
+
+
 def read_file(
     file: str,
     search_paths: Sequence[str],
@@ -142,21 +169,44 @@ def read_bindings(bindings: Sequence[str]) -> list[Statement]:
     """The statements of `--gin.NAME=value` flags.
 
     Raises:
-      ConfigError: if gin cannot parse a value.
+      ConfigError: if gin cannot parse a value, and it does not look like plain text.
     """
     statements: list[Statement] = []
-    for binding in bindings:
+    for binding in map(quote_text, bindings):
         flag = f'--gin.{binding}'
         name, _, value = binding.partition('=')
         try:
             statements += parse(binding, flag)
         except ConfigError as error:
-            quoted = f'--gin.{name.strip()}="\'{value.strip()}\'"'
+            quoted = f'--gin.{name.strip()}="{value.strip()!r}"'
+            if set(value) & set('"$`!\\'):  # which mean something to a shell
+                quoted = shlex.quote(f'--gin.{name.strip()}={value.strip()!r}')
             raise ConfigError(
-                f'{flag}: {value.strip() or "an empty string"} is not a gin value. Text needs its '
-                f"own quotes inside the shell's quotes: {quoted}"
+                f'{flag}: {value.strip() or "an empty string"} is not a gin value; if it is text, '
+                f'write {quoted}'
             ) from error
     return statements
+
+
+# What a text begins with that is written like a value of gin, so that a mistake in it is told.
+_NOT_TEXT = ('"', "'", '[', '(', '{', '@', '%', '=')
+
+
+def quote_text(binding: str) -> str:
+    """Returns a `NAME=value` in gin's notation: a value that is plain text gets its quotes.
+
+    So `MODEL_DIR=runs/two` is the same as `MODEL_DIR='runs/two'`. A number, True, False and None,
+    lists, references and texts in quotes stay as they are.
+    """
+    name, equals, value = binding.partition('=')
+    text = value.strip()
+    if not equals or not text or text.startswith(_NOT_TEXT):
+        return binding
+    try:
+        parse(f'x = {text}', '--gin')
+    except ConfigError:
+        return f'{name}={text!r}'
+    return binding
 
 
 class _Collector(config_parser.ParserDelegate):

@@ -17,8 +17,8 @@ from gin import config as gin_internals, config_parser
 from partitioning.rules import nearest
 from train.errors import ConfigError
 from train.gin import configurables
-from train.gin.configurables import BY_MODULE, is_within
-from train.gin.parsing import Statement
+from train.gin.configurables import BY_MODULE
+from train.gin.parsing import Statement, is_within
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,8 @@ Suffixes of array names: B batch, P tokens of the longest prompt, T all tokens, 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,11 +16,14 @@ from partitioning import constrain
 from partitioning.state.boxes import array_of, is_carrier
 from train.decoding import DecodingState, sample
 from train.decoding.interface import NO_ROWS, TokensToLogits
-from train.decoding.sampling import check_sampling
+from train.decoding.sampling import SamplingState, check_sampling
 from train.errors import ConfigError, check_counts
 from train.models.config import TransformerConfig
 from train.models.forward import compute_logits, empty_cache
 from train.models.residual import whole_lengths
+
+# After how many tokens the host is told how many there are.
+TOKENS_BETWEEN_REPORTS = 64
 
 
 def generate(
@@ -34,6 +39,7 @@ def generate(
     top_p: float = 0.0,
     num_tokens: int | None = None,
     stop_token: int | None = None,
+    on_tokens: Callable[[int], None] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Continues each prompt of a batch.
 
@@ -52,6 +58,8 @@ def generate(
         all.
       num_tokens: only tokens below this number are sampled. By default, all are.
       stop_token: the token that ends a row, without being added to it.
+      on_tokens: a function that the host calls, while the devices work, with the number of new
+        tokens so far.
 
     Returns:
       int tokens, [batch, tokens of the longest prompt + new_tokens], with zeros after the end of a
@@ -79,6 +87,13 @@ def generate(
         is_token = jnp.arange(logits_BV.shape[1]) < (num_tokens or logits_BV.shape[1])
         return constrain(jnp.where(is_token, logits_BV, -jnp.inf), ('batch', None)), cache
 
+    def report(state: SamplingState) -> SamplingState:
+        if on_tokens is not None:
+            is_due = state.step % TOKENS_BETWEEN_REPORTS == 0
+            call = functools.partial(jax.debug.callback, on_tokens)
+            jax.lax.cond(is_due, call, lambda number: None, state.step)
+        return state
+
     decoded = sample(
         step,
         cache,
@@ -91,6 +106,7 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         max_new_tokens=new_tokens,
+        process_state=report,
     )
     tokens_BT = jnp.concatenate([prompts_BT[:, :1], decoded.tokens[:, 0]], axis=1)
     end_B = lengths_B + new_tokens

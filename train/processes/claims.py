@@ -245,7 +245,7 @@ class ClaimedFolder:
         """Removes the folders that `create` has made, if they are empty."""
         for path in self._made:
             try:
-                path.rmdir()
+                os.rmdir(path)
             except OSError:
                 return
 
@@ -258,3 +258,36 @@ class ClaimedFolder:
             return file_system.modified(name).timestamp()
         except FileNotFoundError:
             return None
+
+
+def refusal(
+    name: str, holder: Claim, files: ClaimedFolder, state: str, age: float | None = None
+) -> str:
+    """Says in one line that a folder is in use, by whom, and how to take it over.
+
+    Args:
+      name: the setting and the folder.
+      holder: the claim of the run that holds it.
+      state: the state of its process.
+      age: the seconds since its last sign of life, by default by the clock of this machine.
+    """
+    more = ''
+    if state == 'suspended' and holder.owner is not None:
+        more = f', suspended (kill -CONT {holder.owner.pid} continues it)'
+    if age is None and (sign := files.last_sign(holder.token)) is not None:
+        age = time.time() - sign
+    sign_of_life = 'unknown' if age is None else ago(age)
+    return (
+        f'{name} is in use by {holder}, last sign of life {sign_of_life}{more}: wait for it, or '
+        'use another folder; if that run is dead, take over with: '
+        f'{files.how_to_remove(holder.token)}'
+    )
+
+
+def ago(seconds: float) -> str:
+    """Says how long ago something was, such as '3 s ago'."""
+    seconds = max(0.0, seconds)
+    for unit, size in (('days', 86400), ('hours', 3600), ('min', 60)):
+        if seconds >= 2 * size:
+            return f'{seconds / size:.0f} {unit} ago'
+    return f'{seconds:.0f} s ago'

@@ -24,7 +24,7 @@ from partitioning.untrusted_text import printable
 from train.errors import ConfigError, os_errors_as
 from train.paths import absolute, as_folder
 from train.processes.activity import current_activity
-from train.processes.claims import Claim, ClaimedFolder, Owner, this_process
+from train.processes.claims import Claim, ClaimedFolder, Owner, ago, refusal, this_process
 from train.processes.output import print_error
 from train.processes.signals import handling
 from train.processes.together import end_all_processes, raise_on_all_processes
@@ -150,7 +150,7 @@ class Holding:
             if other.holds and age is not None:
                 say(
                     f'taking over {self._name} from {other}, which has ended without giving it '
-                    f'back (last sign of life {_ago(age)})'
+                    f'back (last sign of life {ago(age)})'
                 )
         elif other.holds or other.token < self._token:
             self._refuse(other, offset, state)
@@ -179,7 +179,7 @@ class Holding:
             if not told:
                 told = True
                 say(
-                    f'{self._name} is claimed by {other}, last sign of life {_ago(age)}: waiting '
+                    f'{self._name} is claimed by {other}, last sign of life {ago(age)}: waiting '
                     f'for the next one, for at most {SECONDS_UNTIL_DEAD - age:.0f} s'
                 )
             current_activity().progress()
@@ -193,16 +193,10 @@ class Holding:
         return None if sign is None else self._timing.now() + offset - sign
 
     def _refuse(self, other: Claim, offset: float, state: str) -> NoReturn:
+        age = self._age(other, offset)
+        message = refusal(self._name, other, self._files, state, age)
         self.release()
-        age, more = self._age(other, offset), ''
-        if state == 'suspended' and other.owner is not None:
-            more = f', suspended (kill -CONT {other.owner.pid} continues it)'
-        raise FolderInUse(
-            f'{self._name} is in use by {other}, last sign of life '
-            f'{"unknown" if age is None else _ago(age)}{more}: wait for it, or use another '
-            f'folder; if that run is dead, take over with: '
-            f'{self._files.how_to_remove(other.token)}'
-        )
+        raise FolderInUse(message)
 
     # ---- while it is held
 
@@ -253,11 +247,3 @@ class Holding:
         if handling.watched:
             print_error(f'error: {printable(str(error))}')
             os._exit(2)
-
-
-def _ago(seconds: float) -> str:
-    seconds = max(0.0, seconds)
-    for unit, size in (('d', 86400), ('h', 3600), ('min', 60)):
-        if seconds >= 2 * size:
-            return f'{seconds / size:.0f} {unit} ago'
-    return f'{seconds:.0f} s ago'

@@ -21,7 +21,8 @@ def _report(options: argparse.Namespace) -> None:
     from train.errors import ConfigError
     from train.gin import checks
     from train.gin.configurables import register_listed
-    from train.gin.load import find_entry, read_statements
+    from train.gin.load import find_entry
+    from train.gin.parsing import read_statements
     from train.reporting.console import SafeConsole
     from train.t5x.modules import ALIASES
     from train.t5x.report import describe_imports, print_report, report_rows

@@ -180,7 +180,7 @@ class OpenText(OpenTask):
         for part, rows in zip(self.parts, self.training_rows, strict=True):
             if not len(rows):
                 raise ConfigError(
-                    f'empty corpus: {part.name} has no document to train on, because all '
+                    f'{part.name} has no document to train on, because all '
                     f'{part.index.held_out.num_documents} are held out: lower holdout_percent'
                 )
             if len(rows) > MAX_ROWS:
@@ -204,8 +204,9 @@ class OpenText(OpenTask):
         if not sum(stream.num_documents for stream in streams):
             documents = sum(part.index.training.num_documents for part in self.parts)
             raise ConfigError(
-                f'empty corpus: {", ".join(part.name for part in self.parts)} has {documents} '
-                'training documents, but nothing is held out to evaluate: raise holdout_percent'
+                f'{", ".join(part.name for part in self.parts)} has {documents} training '
+                'documents, but nothing is held out to evaluate: raise holdout_percent, or '
+                'evaluate nothing with TrainConfig.evaluators = {}'
             )
         datasets = [p.rows(s).in_order() for p, s in zip(self.parts, streams, strict=True)]
         datasets = [dataset for dataset in datasets if len(dataset)]

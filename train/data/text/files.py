@@ -86,6 +86,14 @@ def find_files(
     return tuple(found[name] for name in sorted(found))
 
 
+def is_held_out(name: str, percent: float) -> bool:
+    """Whether a document is held out, if about this percentage of the documents is.
+
+    `name` is the name of the document in its source, which alone decides.
+    """
+    return zlib.crc32(name.encode(errors='surrogateescape')) / (1 << 32) < percent / 100
+
+
 def _local_files(root: epath.Path | None, pattern: str, exclude: Sequence[str]) -> Iterator[File]:
     for match in glob.glob(os.path.expanduser(pattern), root_dir=root, recursive=True):
         name = os.path.normpath(match)

@@ -11,7 +11,6 @@ import dataclasses
 import inspect
 import io
 import sysconfig
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, BinaryIO
@@ -25,6 +24,7 @@ from train.data.text.files import (
     File,
     decompressed_limit,
     find_files,
+    is_held_out,
     open_file,
     too_large,
 )
@@ -122,8 +122,7 @@ class Source(abc.ABC):
 
     def is_held_out(self, name: str) -> bool:
         """Whether the document with this name is held out."""
-        fraction = zlib.crc32(name.encode(errors='surrogateescape')) / (1 << 32)
-        return fraction < self.holdout_percent / 100
+        return is_held_out(name, self.holdout_percent)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
