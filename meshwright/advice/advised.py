@@ -66,6 +66,7 @@ class Advised:
       told: what only the author can write in another way.
       sends: the bytes that a device sends in the compiled program.
       missing_rows: what is known of axes that the rows of the batch lack.
+      experts: layouts of the arrays of experts that do not help by formula.
       pins: constraints that only compiling can judge, the best first.
     """
 
@@ -76,6 +77,7 @@ class Advised:
     told: tuple[Told, ...] = ()
     sends: float = 0.0
     missing_rows: MissingRows | None = None
+    experts: tuple[Candidate, ...] = ()
     pins: tuple[Candidate, ...] = ()
 
 

@@ -93,15 +93,16 @@ def _of_constraint(cause: Cause, change: Change, explanation: Explanation) -> Ca
     first = change.parts[0] if isinstance(change, JoinedChange) else change
     if not isinstance(first, ConstraintChange) or not first.replaces:
         return cause
-    held = next(
-        (
-            value.layout
-            for value in explanation.traced.values
-            if value.primitive in CONSTRAINTS and value.shape == first.shape
-            if value.line == first.source and value.layout is not None
-        ),
-        None,
-    )
+    found = [
+        value
+        for value in explanation.traced.values
+        if value.primitive in CONSTRAINTS and value.line == first.source
+        if value.layout is not None
+    ]
+    if found and all(value.backward for value in found):  # jax only knows who calls the rule
+        at, where = f' at {first.source}', f'the backward rule of what {first.source} calls'
+        cause = dataclasses.replace(cause, change=cause.change.replace(at, f' in {where}'))
+    held = next((value.layout for value in found if value.shape == first.shape), None)
     if held is None:
         return cause
     why = f'the constraint at {first.source} asks for {spec_text(held)}; {cause.why}'

@@ -2,9 +2,9 @@
 
 If a program sends far more than its layouts need, a layout has spread in the compiler to where it
 does not fit: from a residual that is split along the sequence into the products of attention, for
-example. A constraint on one of these products stops it. So does another layout of the arrays
-between two products of experts, which two constraints have to state together. Only compiling shows
-whether it does.
+example. A constraint on one of these products stops it. Only compiling shows whether it does. The
+same holds for other layouts of the arrays between two products of experts, which all constraints on
+them have to state together.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def find_pins(around: Surroundings, explanation: Explanation) -> tuple[Candidate
         if _source(one.change) in moved
     ]
     added.sort(key=lambda one: -moved[_source(one.change)])
-    return tuple([*_of_experts(around)][:_MOST] + added[:_MOST])
+    return tuple(added[:_MOST])
 
 
 def _source(change: Change) -> str:
     return str(getattr(change, 'source', ''))
 
 
-def _of_experts(around: Surroundings) -> Iterator[Candidate]:
+def lay_out_experts(around: Surroundings) -> Iterator[Candidate]:
     """All constraints of one shape, with the experts over the axis of their kernels."""
     groups: dict[tuple[tuple[int, ...], object], list[Value]] = collections.defaultdict(list)
     for _, value in around.constraints():
@@ -60,10 +60,11 @@ def _of_experts(around: Surroundings) -> Iterator[Candidate]:
         for value, found in groups.items()
     ):
         layout = list(group[0].layout or ())
-        if count not in shape[1:] or len(shape) < 3 or not {*axes} <= {*layout[0]}:
+        rows = next((d for d, own in enumerate(layout) if {*axes} <= {*own}), None)
+        number = next((d for d, n in enumerate(shape) if n == count and d != rows), None)
+        if rows is None or number is None or layout[number] or len(shape) < 3:
             continue
-        number = shape.index(count, 1)
-        layout[0] = tuple(a for a in layout[0] if a not in axes)
+        layout[rows] = tuple(a for a in layout[rows] if a not in axes)
         layout[number] = axes
         if around.fits(tuple(layout), shape):
             parts = [make_constraint(one, tuple(layout), replaces=True) for one in group]

@@ -17,7 +17,8 @@ from meshwright.advice.constraint_candidates import (
 from meshwright.advice.estimates import Estimate, count_steps, estimate_call, estimate_program
 from meshwright.advice.misfits import find_misfits
 from meshwright.advice.parameter_candidates import lay_out_parameters
-from meshwright.advice.pins import find_pins
+from meshwright.advice.pins import find_pins, lay_out_experts
+from meshwright.advice.repeated import find_repeated
 from meshwright.advice.results import find_gathered_results
 from meshwright.advice.rows import MissingRows, find_missing_rows
 from meshwright.advice.shard_maps import find_missing_specs
@@ -86,9 +87,10 @@ def find_variants(
                 tried[name] = _estimate(subject, candidate, base, laid_out, chip)
         return tried[name]
 
+    experts = [] if AxisType.Explicit in mesh.axis_types else [*lay_out_experts(around)]
     # Layouts over explicit axes are part of the types: a trace cannot be edited there.
     if base.sent and AxisType.Explicit not in mesh.axis_types:
-        for candidate in (*lay_out_state(around), *lay_out_updates(around)):
+        for candidate in (*lay_out_state(around), *lay_out_updates(around), *experts):
             attempt(candidate)
         ranked = [
             *replace_constraints(around),
@@ -117,20 +119,23 @@ def find_variants(
         rest = [v for v in variants if v.candidate.keeps_layout]
         variants = [_with_rows(missing_rows, made, base), *rest]
     known = traced.values, subject.by_path, possible.layouts.sizes
+    sends = sum(c.total_bytes for c, _ in explanation.collectives)
     return Advised(
         base=base,
         variants=tuple(variants),
         missing_rows=missing_rows,
+        experts=tuple(one for one in experts if tried.get(str(one.change)) is None),
         pins=() if AxisType.Explicit in mesh.axis_types else find_pins(around, explanation),
         subject=subject,
         rows_axes=around.rows_axes,
         told=(
             *find_gathered_results(call, explanation, base.peak),
+            *find_repeated(laid_out, base, sends, chip),
             *find_missing_specs(laid_out),
             *find_misfits(*known),
             *find_uneven(*known),
         ),
-        sends=sum(c.total_bytes for c, _ in explanation.collectives),
+        sends=sends,
     )
 
 

@@ -20,7 +20,11 @@ _TYPES = {'float64': 'f64', 'float32': 'f32', 'bfloat16': 'bf16', 'float16': 'f1
 _STEPS = 6  # the number of moves between two values that are looked at
 _WHOLE = {
     'gather': 'a one-hot product, such as jnp.sum(x * jax.nn.one_hot(indices, x.shape[-1]), -1)',
-    **dict.fromkeys(['sort', 'top_k'], 'an operation that does not sort over a sharded dimension'),
+    'sort': 'an operation that does not sort over a sharded dimension',
+    'top_k': (
+        'top_k over each part of the dimension, which is x.reshape(..., devices, -1) with a '
+        'constraint on the devices, and then top_k over what is left,'
+    ),
     **dict.fromkeys(['cumsum', 'cumprod', 'cummax', 'cummin', 'cumlogsumexp', 'fft'], _RUNNING),
     'rev': 'an operation that does not reverse a sharded dimension',
     **dict.fromkeys(['slice', 'split', 'pad', 'concatenate'], _RESIZED),

@@ -27,7 +27,8 @@ from meshwright.jaxpr.values import (
 )
 
 # For each dimension of a value, the mesh axes that were lost on the way to it without a sum, such
-# as by a slice of a sharded dimension, which the compiler may keep in one way or another.
+# as by a slice of a sharded dimension, or because another dimension of an operation has them, which
+# the compiler may keep in one way or another.
 Lost = dict[int, list[frozenset[str]]]
 DENSE_PRODUCTS = ('dot_general', 'conv_general_dilated')
 
@@ -120,7 +121,9 @@ class ForwardLayouts:
                 gone = frozenset() if step.name == 'gather' else gone
                 everything |= gone | here
                 for factor in dim:
-                    lost[factor] |= here | (gone if factors.sizes[factor] == 1 else frozenset())
+                    others = (axes for n, axes in enumerate(divided) if n not in dim)
+                    taken = gone & {axis for axes in others for axis in axes}
+                    lost[factor] |= here | (gone if factors.sizes[factor] == 1 else taken)
         if step.name in DENSE_PRODUCTS:
             self._add_cut(step, factors, lost)
         for output, array in zip(step.outputs, factors.outputs, strict=True):

@@ -18,6 +18,7 @@ from meshwright.calls.held import HeldArray, named_role
 from meshwright.causes.row_axes import is_meant_for_rows
 from meshwright.findings.forward_layouts import ForwardLayouts
 from meshwright.jax_private import TracedCall
+from meshwright.jaxpr.linked_dimensions import LinkedDimensions
 from meshwright.jaxpr.naming import name_values
 from meshwright.jaxpr.values import TO_GLOBAL, TO_LOCAL, Axes, Block, Step
 from meshwright.jaxpr.writing_out import spec_axes, write_out
@@ -58,13 +59,13 @@ class ProgramFacts:
         return self._laid_out[1]
 
     @functools.cached_property
-    def _laid_out(self) -> tuple[Block, ForwardLayouts]:
+    def _laid_out(self) -> tuple[Block, ForwardLayouts, LinkedDimensions]:
         block = write_out(self.traced.jaxpr, axis_sizes(self.mesh))
-        name_values(block, [array.row for array in self.held], {})
+        links = name_values(block, [array.row for array in self.held], {}).links
         for value, sharding in zip(block.inputs, self.traced.arguments, strict=True):
             if isinstance(sharding, NamedSharding):
                 value.fix(spec_axes(sharding.spec, len(value.shape), axis_sizes(self.mesh)))
-        return block, ForwardLayouts(block, axis_sizes(self.mesh))
+        return block, ForwardLayouts(block, axis_sizes(self.mesh)), links
 
     @functools.cached_property
     def steps(self) -> tuple[Step, ...]:
@@ -138,7 +139,7 @@ class ProgramFacts:
         if not named and not self.pairs:
             return ()  # what a function of unknown names takes may be weights as well
         others = [i for i in found if self.held[i].role in ('batch', 'other')]
-        found = named or others
+        found = sorted({*named, *self._linked(others, named)}) if named else others
         rows = collections.Counter[int]()
         for i in found:
             rows[self.block.inputs[i].shape[0]] += self.block.inputs[i].nbytes
@@ -146,6 +147,13 @@ class ProgramFacts:
             return ()
         most = rows.most_common(1)[0][0]
         return tuple(i for i in found if self.block.inputs[i].shape[0] == most)
+
+    def _linked(self, others: Sequence[int], named: Sequence[int]) -> Iterator[int]:
+        """The arrays whose rows are paired with rows of the batch, such as a mask for each row."""
+        links, rows = self._laid_out[2], [(self.path(i), 0) for i in named]
+        for i in (i for i in others if self.held[i].role == 'batch'):
+            if any(links.are_linked((self.path(i), 0), row) for row in rows):
+                yield i
 
     def _named_role(self, i: int) -> str:
         return named_role(tuple(self.path(i).split('/')), self.traced.jaxpr.in_avals[i])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from meshwright.calls.held import HeldArray
-from meshwright.findings import array_checks, call_checks, product_checks
+from meshwright.findings import array_checks, call_checks, gathered_layers, product_checks
 from meshwright.findings.program_facts import ProgramFacts
 from meshwright.jax_private import TracedCall
 from meshwright.report.forecasts import Forecast, ForecastFinding
@@ -23,6 +23,7 @@ _CHECKS: tuple[Callable[[ProgramFacts], Iterator[Finding]], ...] = (
     array_checks.find_whole_arrays,
     product_checks.find_cut_products,
     product_checks.find_gathered_rows,
+    gathered_layers.find_gathered_layers,
     product_checks.find_indivisible_constraints,
     array_checks.find_unlike_optimizer_states,
     array_checks.find_constants,

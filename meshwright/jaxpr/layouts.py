@@ -196,7 +196,9 @@ def layout_of(dim: Dimension, divided: Sequence[Axes]) -> Axes:
 
 def _choose(axis: str, votes: Mapping[int, float], step: Step, factors: Factors) -> int:
     sums = [f for f in votes if f in factors.summed]
-    for f in sums:
+    # The rows of a lookup stay where their indices are, whatever shards the table.
+    is_lookup = step.name == 'gather' and len(sums) < len(votes)
+    for f in sums if not is_lookup else ():
         given = zip(step.inputs, factors.inputs, strict=True)
         if all(_divides(axis, f, v, array) for v, array in given if any(f in d for d in array)):
             return f

@@ -32,6 +32,10 @@ class LinkedDimensions:
             self._parents[self._root(_key(one))] = self._root(_key(other))
             self._names.update((_key(dim), dim.name) for dim in (one, other) if dim.name)
 
+    def are_linked(self, one: tuple[str, int], other: tuple[str, int]) -> bool:
+        """Whether two dimensions, each the path of an argument and a number, are of one group."""
+        return self._root(one) == self._root(other)
+
     def constrain(self, dims: Dims, layout: Sequence[Axes]) -> None:
         """Notes the layout that a constraint gives to a value."""
         for dim, axes in zip(dims, layout, strict=True):

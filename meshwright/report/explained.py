@@ -11,6 +11,7 @@ from meshwright.report.figures import hanging, machine_name, source_name
 from meshwright.report.forecasts import Forecast
 from meshwright.report.page.html_tables import plain_table
 from meshwright.report.page.markup import Html, tag
+from meshwright.report.suggestions import SUGGESTED, Suggestion, list_suggestions
 from meshwright.report.tried import tried_text
 from partitioning.amounts import bytes_str
 from partitioning.rules import describe_axes
@@ -67,7 +68,7 @@ class ExplainedRow:
 class Explained:
     """The exchanges and the largest buffers of a call, each with its line, its why and its change.
 
-    `print` shows the largest; `exchanges` and `buffers` have all.
+    `print` shows what to change first, and the largest; `exchanges` and `buffers` have all.
 
     Attributes:
       forecast: the forecast that they are from.
@@ -78,6 +79,11 @@ class Explained:
     forecast: Forecast
     exchanges: tuple[ExplainedRow, ...]
     buffers: tuple[ExplainedRow, ...]
+
+    @property
+    def suggestions(self) -> tuple[Suggestion, ...]:
+        """What to change, the change to begin with first."""
+        return list_suggestions(self.forecast)
 
     @property
     def rows(self) -> tuple[ExplainedRow, ...]:
@@ -159,6 +165,12 @@ def _heads(explained: Explained) -> tuple[str, str]:
 
 def _lines(explained: Explained) -> Iterator[str]:
     titles = _heads(explained)
+    if suggestions := explained.suggestions:
+        yield 'what to change first'
+        yield from (hanging(_WIDTH).fill(str(one)) for one in suggestions[:SUGGESTED])
+        if len(suggestions) > SUGGESTED:
+            yield f'  and {len(suggestions) - SUGGESTED} more'
+        yield ''
     for title, rows in zip(titles, (explained.exchanges, explained.buffers), strict=True):
         if title != titles[0]:
             yield ''
@@ -172,7 +184,10 @@ def _lines(explained: Explained) -> Iterator[str]:
 def explained_tables(explained: Explained) -> Html:
     """The exchanges and buffers as two tables of a page."""
     exchanges, buffers = _heads(explained)
-    parts = []
+    parts: list[Html | None] = []
+    if suggestions := explained.suggestions:
+        told = [[tag('code', one.where), one.text] for one in suggestions[:SUGGESTED]]
+        parts += [tag('p', tag('b', 'what to change first')), plain_table(('where', 'what'), told)]
     for title, rows in ((exchanges, explained.exchanges), (buffers, explained.buffers)):
         cells = [
             [

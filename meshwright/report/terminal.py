@@ -17,6 +17,7 @@ from meshwright.report.figures import (
     verdict,
 )
 from meshwright.report.forecasts import Forecast, Replicated
+from meshwright.report.suggestions import SUGGESTED, list_suggestions
 from meshwright.report.tried import tried_text
 from partitioning.amounts import bytes_str
 
@@ -87,6 +88,7 @@ def _lists_below(forecasts: Sequence[Forecast], width: int) -> Iterator[str]:
 
 
 def _sections(forecast: Forecast) -> Iterator[tuple[str, list[str]]]:
+    yield 'what to change first', list(_suggestions(forecast))
     yield 'replicated', list(_replicated(forecast))
     yield 'largest exchanges', list(_exchanges(forecast))[:_FEW]
     origin = source_name(forecast.memory.buffers_from, forecast)
@@ -102,6 +104,13 @@ def _section(title: str, lines: Sequence[str], where: str, width: int) -> Iterat
         rest = len(lines) - _LISTED
         shown = [*lines[:_LISTED], *([f'and {rest} more'] if rest > 0 else [])]
         yield '\n'.join([title + where, *map(hanging(width).fill, shown)])
+
+
+def _suggestions(forecast: Forecast) -> Iterator[str]:
+    found = list_suggestions(forecast)
+    yield from map(str, found[:SUGGESTED])
+    if len(found) > SUGGESTED:
+        yield f'and {len(found) - SUGGESTED} more'
 
 
 def _replicated(forecast: Forecast) -> Iterator[str]:

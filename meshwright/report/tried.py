@@ -28,7 +28,9 @@ def tried_text(cause: Cause) -> str:
         saved = (sent - sends) / sent if sent else 0.0
         if saved > _SMALL:
             return f'not tried; by formula, it saves {share_str(saved)} of what a device sends'
-        return f'not tried; by formula, it saves {share_str((held - holds) / held)} of the peak'
+        less = (held - holds) / held if held else 0.0
+        what = f'{share_str(less)} of the peak' if less > _SMALL else 'little'
+        return f'not tried; by formula, it saves {what}'
     if effect is None:
         return 'confirmed by compiling'
     seconds = effect.seconds or (0.0, 0.0)

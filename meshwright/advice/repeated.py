@@ -1,0 +1,285 @@
+"""Exchanges in shard_maps that send the same again, and how to send it once.
+
+    def body(total, batch):                            # 4 iterations
+        whole = jax.lax.all_gather(w, 'fsdp')          # w is the same in all of them
+
+        return total + jax.lax.psum(loss(whole, batch), 'fsdp')
+
+    g = jax.grad(loss)(w)                              # w is whole: jax sums its gradient
+    g = jax.lax.pmean(g, 'data')                       # it is the same on all devices already
+
+The gather can be written before the loop, the sum after it, and the second sum can be left out.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+from meshwright.advice.estimates import Estimate, shape_of
+from meshwright.advice.told import Told
+from meshwright.causes.cause import Cause, CodeChange, Effect, over
+from meshwright.causes.evidence import Evidence
+from meshwright.jaxpr import TracedProgram
+from meshwright.jaxpr.implied_exchanges import KINDS, exchange_axes
+from meshwright.jaxpr.primitives import ELEMENTWISE, MOVES, names_in
+from meshwright.jaxpr.values import Axes, Block, Step, Value, carries, ties
+from meshwright.program.collectives import RING_SHARES, Collective
+from meshwright.user_lines import user_line
+from partitioning.amounts import bytes_str
+from partitioning.hardware import Chip
+
+_GATHERS = names_in('all_gather all_gather_invariant')
+_SUMS = names_in('psum psum2 psum_invariant')
+_SCATTERS = names_in('reduce_scatter psum_scatter')
+_SUMS_AS = frozenset(['all-reduce', 'reduce-scatter'])
+_LEAST = 4096  # bytes of an array on a device
+_HELD = '<held>'  # stands for the bytes that the changes of a line hold
+_FREE = 0.9  # the share of the memory of a device that a function may use with the change
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Repeated(Told):
+    """An exchange that sends what was sent before.
+
+    Attributes:
+      kinds: the kinds of exchanges that a compiler makes of it.
+      axes: the mesh axes, sorted.
+      shape: the sizes of its operand above 1, sorted.
+      count: how often it is executed at least, if it is repeated as the program is compiled.
+      effect: what the function sends and holds without the repetitions of its line, by formula.
+    """
+
+    kinds: frozenset[str]
+    axes: Axes
+    shape: tuple[int, ...]
+    count: int
+    effect: Effect
+
+    def is_of(self, collective: Collective, evidence: Evidence | None) -> bool:
+        if collective.kind not in self.kinds or not {*collective.axes} <= {*self.axes}:
+            return False
+        if collective.count < self.count:  # the compiler has moved it out of the loop
+            return False
+        if evidence is None:
+            return self.line == collective.source
+        if evidence.value is not None and shape_of(evidence.value) != self.shape:
+            return False
+        return self.line == (collective.source or evidence.made_at)
+
+    def explain(self, cause: Cause) -> Cause:
+        return dataclasses.replace(super().explain(cause), effect=self.effect)
+
+
+def find_repeated(
+    laid_out: TracedProgram, base: Estimate, sends: float, chip: Chip | None
+) -> tuple[Repeated, ...]:
+    """Finds gathers in loops of what does not change there, and sums of what is summed already.
+
+    Args:
+      laid_out: the function.
+      base: the function by formula.
+      sends: the bytes that a device sends in the compiled program.
+      chip: the chip; a gather before a loop must leave room in its memory.
+    """
+    search = _Search(laid_out, base, sends)
+    limit = None if chip is None else _FREE * chip.hbm_bytes_per_device
+    loops = list(search.in_loops(laid_out.block, 1))
+    if limit is not None and base.peak + sum(_held(one) for one in loops) > limit:
+        loops = []
+    return tuple(_added_up([*loops, *search.sums(laid_out.block, 1)]))
+
+
+def _held(one: Repeated) -> int:
+    before, after = one.effect.peak
+    return after - before
+
+
+def _added_up(found: Sequence[Repeated]) -> Iterator[Repeated]:
+    """The exchanges, each with the effect and the text for all of its line."""
+    groups: dict[str, list[Repeated]] = collections.defaultdict(list)
+    for one in found:
+        groups[one.change.text].append(one)
+    for text, group in groups.items():
+        (sends, _), (peak, _) = group[0].effect.sent, group[0].effect.peak
+        saved = sum(one.effect.sent[0] - one.effect.sent[1] for one in group)
+        held = sum(map(_held, group))
+        change = CodeChange(source=group[0].line, text=text.replace(_HELD, bytes_str(held)))
+        effect = Effect(sent=(sends, max(sends - saved, 0.0)), peak=(peak, peak + held))
+        for one in group:
+            yield dataclasses.replace(one, change=change, effect=effect)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    laid_out: TracedProgram
+    base: Estimate
+    sends: float
+
+    @functools.cached_property
+    def makers(self) -> dict[int, Step]:
+        """The step that makes each value, by the id of the value."""
+        return dict(_makers(self.laid_out.block))
+
+    def in_loops(self, block: Block, times: int) -> Iterator[Repeated]:
+        """What the loops of a block gather anew, and sum in each iteration before they add it."""
+        for step in block.steps:
+            inner = times * step.times
+            for body in step.bodies:
+                yield from self.in_loops(body, inner)
+            if step.times < 2:
+                continue
+            for one in _of_constants(step):
+                nbytes = one.inputs[0].shard_bytes(self.laid_out.axis_sizes)
+                if one.name in _GATHERS and nbytes >= _LEAST:
+                    yield self._gather(one, step, inner)
+            for given, returned in carries(step):
+                summed = self._added(given, returned)
+                if summed is not None and given.shard_bytes(self.laid_out.axis_sizes) >= _LEAST:
+                    yield self._sum_in_loop(summed, step, inner)
+
+    def _gather(self, one: Step, loop: Step, times: int) -> Repeated:
+        saved = self._bytes(one) * (times - times // loop.times)
+        held = one.outputs[0].shard_bytes(self.laid_out.axis_sizes)
+        line, around = _line(one), _line(loop)
+        where = f'the loop at {around}' if around != line else 'its loop'
+        return self._made(
+            one,
+            saved=saved,
+            held=round(held),
+            count=times,
+            why=(
+                f'all {loop.times:,} iterations of {where} gather the same array, which does not '
+                'change there'
+            ),
+            text=(
+                f'write the {one.name} of {line} before {where}, outside of what is differentiated '
+                f'there, which holds {_HELD} in the meantime'
+            ),
+        )
+
+    def _sum_in_loop(self, one: Step, loop: Step, times: int) -> Repeated:
+        sizes = self.laid_out.axis_sizes
+        held = one.inputs[0].shard_bytes(sizes) - one.outputs[0].shard_bytes(sizes)
+        line, around = _line(one), _line(loop)
+        more = f', which holds {_HELD} more in the meantime' if held else ''
+        return self._made(
+            one,
+            saved=self._bytes(one) * (times - times // loop.times),
+            held=round(held),
+            count=times,
+            why=(
+                f'each of the {loop.times:,} iterations of the loop at {around} sums an array over '
+                f'{over(exchange_axes(one))}, and adds the sum to the one before'
+            ),
+            text=(
+                f'add up without the {one.name} of {line}, and write it after the loop at '
+                f'{around}, outside of what is differentiated there{more}'
+            ),
+        )
+
+    def _added(self, given: Value, returned: Value) -> Step | None:
+        """The sum over devices that an iteration adds to its carry, if that is all it does."""
+        step = self.makers.get(id(returned))
+        if step is None or step.name not in ('add', 'add_any'):
+            return None
+        others = [value for value in step.inputs if value is not given]
+        if len(others) != 1:
+            return None
+        (value,) = others
+        while (made := self.makers.get(id(value))) is not None and made.name in MOVES:
+            value = made.inputs[0]
+        if made is None or made.name not in _SUMS | _SCATTERS:
+            return None
+        number = next(n for n, output in enumerate(made.outputs) if output is value)
+        return dataclasses.replace(made, inputs=[made.inputs[number]], outputs=[value])
+
+    def sums(self, block: Block, times: int) -> Iterator[Repeated]:
+        """The sums over devices of what is a sum over them already."""
+        for step in block.steps:
+            for body in step.bodies:
+                yield from self.sums(body, times * step.times)
+            if step.name not in _SUMS:
+                continue
+            for value in step.inputs:
+                first = self._summed_before(value, {*exchange_axes(step)})
+                if first is None or value.shard_bytes(self.laid_out.axis_sizes) < _LEAST:
+                    continue
+                axes = over(exchange_axes(step))
+                yield self._made(
+                    dataclasses.replace(step, inputs=[value]),
+                    saved=self._bytes(step) * times,
+                    held=0,
+                    why=(
+                        f'the array is summed over {axes} at {_line(first)} already, so that all '
+                        'devices have the same'
+                    ),
+                    text=(
+                        f'leave out the {step.name} over {axes} at {_line(step)}: a mean of equal '
+                        'arrays is the array, and a sum multiplies it by the number of devices'
+                    ),
+                )
+
+    def _summed_before(self, value: Value, axes: set[str]) -> Step | None:
+        """The sum over some mesh axes that a value is a copy or a multiple of, or None."""
+        while (step := self.makers.get(id(value))) is not None:
+            if step.name in _SUMS:
+                return step if axes <= {*exchange_axes(step)} else None
+            arrays = [one for one in step.inputs if one.constant is None and one.shape]
+            if step.name not in MOVES | ELEMENTWISE or len(arrays) != 1:
+                return None
+            (value,) = arrays
+        return None
+
+    def _bytes(self, step: Step) -> float:
+        """What a device sends for one execution, in bytes."""
+        size = 1
+        for axis in exchange_axes(step):
+            size *= self.laid_out.axis_sizes.get(axis, 1)
+        nbytes = step.inputs[0].shard_bytes(self.laid_out.axis_sizes)
+        return RING_SHARES[KINDS[step.name]](size) * nbytes if size > 1 else 0.0
+
+    def _made(
+        self, step: Step, *, saved: float, held: int, why: str, text: str, count: int = 1
+    ) -> Repeated:
+        peak, sends = self.base.peak, max(self.sends - saved, 0.0)
+        return Repeated(
+            line=_line(step),
+            why=why,
+            change=CodeChange(source=_line(step), text=text),
+            kinds=_SUMS_AS if KINDS[step.name] in _SUMS_AS else frozenset([KINDS[step.name]]),
+            count=count,
+            axes=tuple(sorted(exchange_axes(step))),
+            shape=shape_of(step.inputs[0]),
+            effect=Effect(sent=(self.sends, sends), peak=(peak, peak + held)),
+        )
+
+
+def _line(step: Step) -> str:
+    return user_line(step.place.lines) or step.place.source
+
+
+def _of_constants(loop: Step) -> Iterator[Step]:
+    """The steps of a loop whose results are the same in all iterations."""
+    carried = {id(given) for given, _ in carries(loop)}
+    same = {
+        id(tie.inner)
+        for tie in ties(loop)
+        if not (tie.output or tie.stacked or id(tie.inner) in carried)
+    }
+    for body in loop.bodies:
+        for step in body.steps:
+            known = (id(value) in same or value.constant is not None for value in step.inputs)
+            if not step.bodies and step.inputs and all(known):
+                same |= {id(value) for value in step.outputs}
+                yield step
+
+
+def _makers(block: Block) -> Iterator[tuple[int, Step]]:
+    """Each value of a block and its bodies, by its id, with the step that makes it."""
+    for step in block.steps:
+        yield from ((id(value), step) for value in step.outputs)
+        for body in step.bodies:
+            yield from _makers(body)

@@ -1,0 +1,177 @@
+"""What to change first, and faults that only cost memory, or that send the same twice.
+
+The programs without the fault are compiled, too: what is promised is what they hold and send.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from plain_steps import line_of
+
+from meshwright import explain, forecast, forecast_table, lint
+from meshwright.report.suggestions import list_suggestions
+
+WIDTH, LAYERS, ROWS, LENGTH = 128, 4, 64, 16
+
+
+@functools.cache
+def make_mesh(**axes):
+    types = (AxisType.Auto,) * len(axes)
+    return Mesh(np.reshape(jax.devices(), [*axes.values()]), [*axes], axis_types=types)
+
+
+def struct(mesh, shape, *spec, dtype='float32'):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+
+def update(loss, params):
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def sent(made):
+    return sum(c.total_bytes for c, _ in made.collectives)
+
+
+def gather(w):
+    mesh = make_mesh(fsdp=8)
+    return jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P()))
+
+
+def fsdp_step(early):
+    """A step with 4 layers that are gathered before the loop over them, or each for its own."""
+    mesh = make_mesh(fsdp=8)
+
+    @jax.checkpoint
+    def layer(x, w):
+        w = w if early else gather(w)
+        x = x + jax.nn.relu(x @ w) @ w.T
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P('fsdp'))), None
+
+    def step(params, x):
+        def loss(params):
+            return (jax.lax.scan(layer, x, gather(params) if early else params)[0] ** 2).sum()
+
+        return update(loss, params)
+
+    params = struct(mesh, (LAYERS, WIDTH, WIDTH), None, 'fsdp')
+    return jax.jit(step, donate_argnums=0), (params, struct(mesh, (8, WIDTH), 'fsdp'))
+
+
+def test_layers_that_are_gathered_before_the_loop_over_them():
+    made, healthy = (forecast(*_flat(fsdp_step(early))) for early in (True, False))
+    (finding,) = made.findings
+    assert finding.kind == 'gathered layers'
+    assert finding.where.endswith(line_of(gather, 'with_sharding_constraint'))
+    whole = 4 * WIDTH * WIDTH
+    assert f'all 4 layers, {LAYERS * whole / 1000:.1f} kB, where one layer is' in finding.message
+    assert not healthy.findings
+    more = f'once more, and {(sent(healthy) - sent(made)) / 1000:.1f} kB sent'
+    assert finding.message.endswith(more)
+    assert made.memory.peak - healthy.memory.peak > (LAYERS - 2) * whole
+
+
+def _flat(made):
+    fn, args = made
+    return fn, *args
+
+
+def sharded_step(fault):
+    """A step in a shard_map that sends twice what it could send once, or does not."""
+    mesh = make_mesh(data=8)
+
+    def loss(w, x):
+        return ((x @ w) ** 2).mean()
+
+    def again(w, x):
+        g = jax.grad(loss)(w, x)  # jax sums the gradient of what is whole
+        return w - (jax.lax.pmean(g, 'data') if fault else g / 8)
+
+    def accumulate(w, x):
+        varying = jax.lax.pcast(w, 'data', to='varying')
+
+        def body(total, x):
+            g = jax.grad(loss)(varying, x)
+            return total + (jax.lax.psum(g, 'data') if fault else g), None
+
+        zeros = jnp.zeros_like(w)
+        zeros = zeros if fault else jax.lax.pcast(zeros, 'data', to='varying')
+        total, _ = jax.lax.scan(body, zeros, x)
+        return w - (total if fault else jax.lax.psum(total, 'data'))
+
+    def make(body, rows):
+        specs = P(), P(*rows)
+        fn = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P())
+        shape = (*[LAYERS] * (len(rows) - 1), ROWS, WIDTH)
+        args = struct(mesh, (WIDTH, WIDTH)), struct(mesh, shape, *rows)
+        return jax.jit(fn, donate_argnums=0), args
+
+    return make(again, ('data',)), make(accumulate, (None, 'data'))
+
+
+@pytest.mark.parametrize('kind', [0, 1], ids=['summed twice', 'summed in a loop'])
+def test_sums_that_are_repeated(kind):
+    made = forecast(*_flat(sharded_step(True)[kind]))
+    healthy = forecast(*_flat(sharded_step(False)[kind]))
+    cause = next(cause for _, cause in made.collectives if cause and cause.change)
+    assert cause.avoidable and cause.effect.sent == (sent(made), pytest.approx(sent(healthy)))
+    lines = {0: 'pmean', 1: 'total + '}
+    assert cause.source.endswith(line_of(sharded_step, lines[kind]))
+    assert not any(cause and (cause.avoidable or cause.change) for _, cause in healthy.collectives)
+
+
+def make_shard_map(spec):
+    """Attention whose shard_map knows of the heads' axis or not, without donating its weights."""
+    mesh = make_mesh(data=2, model=4)
+
+    def core(q):
+        return jnp.einsum('bhst,bthk->bshk', jax.nn.softmax(jnp.einsum('bshk,bthk->bhst', q, q)), q)
+
+    def step(w, x):
+        def loss(w):
+            q = jnp.einsum('bsd,dhk->bshk', x, w['q'])
+            mixed = jax.shard_map(core, mesh=mesh, in_specs=spec, out_specs=spec)(q)
+            return (jnp.einsum('bshk,hkd->bsd', mixed, w['o']) ** 2).mean()
+
+        return update(loss, w)
+
+    w = {
+        'q': struct(mesh, (WIDTH, 8, 16), None, 'model'),
+        'o': struct(mesh, (8, 16, WIDTH), 'model'),
+    }
+    return jax.jit(step), (w, struct(mesh, (8, LENGTH, WIDTH), 'data'))
+
+
+def test_devices_that_compute_the_same_come_first_and_the_call_comes_last():
+    faulty, args = make_shard_map(P('data'))
+    explained = explain(faulty, *args)
+    first, *_, last = explained.suggestions
+    assert first == list_suggestions(explained.forecast)[0]
+    assert first.where.endswith(line_of(make_shard_map, 'in_specs'))
+    assert "write P('data', None, 'model', None) in its out_specs" in first.text
+    assert 'donate_argnames' in last.text
+    for text in (str(explained), forecast_table([explained.forecast])):
+        told = text.partition('what to change first\n  ')[2]
+        assert told.startswith(first.where)
+    good, args = make_shard_map(P('data', None, 'model'))
+    (only,) = explain(good, *args).suggestions
+    assert 'donate_argnames' in only.text
+
+
+def test_a_mask_of_each_row_is_sharded_like_its_batch_and_a_table_of_equal_size_is_not_asked_to():
+    mesh = make_mesh(data=8)
+
+    def step(w, x, mask, table):
+        def loss(w):
+            return (jnp.where(mask, x @ w, 0) ** 2).mean() + (table @ w).mean()
+
+        return update(loss, w)
+
+    x, table = struct(mesh, (ROWS, WIDTH), 'data'), struct(mesh, (ROWS, WIDTH))
+    mask = struct(mesh, (ROWS, WIDTH), dtype='bool')
+    args = struct(mesh, (WIDTH, WIDTH)), x, mask, table
+    (finding,) = lint(jax.jit(step, donate_argnums=0), *args, compile=False)
+    assert finding.kind == 'whole batch' and finding.where == 'mask'
