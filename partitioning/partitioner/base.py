@@ -131,10 +131,7 @@ class BasePartitioner(PartitionerObject, abc.ABC):
 
     @property
     def padded_data_partition_spec(self) -> PaddedSpec:
-        """The spec of a batch whose rows are padded inside a partitioned function, and not outside.
-
-        XLA pads any number of rows, and the result is exact, as if no row had been added.
-        """
+        """The spec of a batch of any number of rows, which XLA pads inside a partitioned function."""
         return PaddedSpec(PartitionSpec(), self.data_partition_spec)
 
     @property
@@ -161,12 +158,7 @@ class BasePartitioner(PartitionerObject, abc.ABC):
     def get_data_layout(
         self, batch_size: int | None = None, host_index: int | None = None
     ) -> DataLayout:
-        """The part of the batch that a process reads.
-
-        Args:
-          batch_size: the rows of the global batch, by default one per device of the data axes.
-          host_index: the index of the process, by default of this one.
-        """
+        """The rows of the global batch that a process reads, by default this process."""
         size = self.data_mesh_size if batch_size is None else batch_size
         return data_layout(self.mesh, self._data_axes, size, host_index)
 
@@ -174,21 +166,13 @@ class BasePartitioner(PartitionerObject, abc.ABC):
     def to_global(self, local_batch: Any, batch_size: int | None = None, spec: Any = None) -> Any:
         """The rows that each process has read, as sharded global arrays.
 
+        On CPU they may share the memory of numpy arrays, so do not write to those again.
+
         Args:
           local_batch: a pytree of arrays [local rows, ...], with the rows that
-            `get_data_layout(batch_size).row_indices` of this process lists, in that order. Scalars
-            are replicated.
-          batch_size: the rows of the global batch, which several processes have to give. On one
-            process they follow for each array by itself: a graph may have 48 nodes and 80 edges.
-          spec: the mesh axes of the dimensions, or a tree with a spec for each array; by default
-            `data_partition_spec`. Dimensions after the first are whole in `local_batch`.
-
-        Returns:
-          A pytree of jax.Arrays [batch_size, ...]. On CPU they may share the memory of numpy
-          arrays, so do not write to those again.
-
-        Raises:
-          ValueError: if the number of rows is not what this process holds, with the array's path.
+            `get_data_layout(batch_size).row_indices` lists, in that order, and of scalars.
+          batch_size: the rows of the global batch, which several processes have to give.
+          spec: a PartitionSpec, or a tree of them, by default `data_partition_spec`.
         """
         if isinstance(local_batch, int) and batch_size is not None and not is_count(batch_size):
             raise ValueError(
@@ -257,18 +241,9 @@ class BasePartitioner(PartitionerObject, abc.ABC):
 
         Args:
           init_or_state: a function that makes a state of `args`, traced once inside the mesh and
-            the rules; or a state, concrete or abstract. Its parameters carry names (linen boxes,
-            T5X's `params_axes`, nnx variables, T5X's `as_logical_axes()`), unless the layout needs
-            none. A state that was planned here is known by its paths and shapes after it has lost
-            its boxes.
+            the rules; or a state, concrete or abstract. Its parameters carry names, unless the
+            layout needs none; states that were planned here may have lost them.
           *args: the arguments of the function, abstract or not, replicated over the mesh.
-
-        Returns:
-          The plan. If it was made from a function, its `init(*args)` makes the state.
-
-        Raises:
-          ValueError: with the path of the first array whose layout the rules do not decide, or
-            whose size its mesh axes do not divide.
         """
         if not is_init_function(init_or_state, args):
             check_only_arrays(unbox(init_or_state), 'the state', 'holds', abstract=True)
@@ -303,28 +278,14 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         """The state, the step and the layout of the batch, from the functions of a program.
 
         Args:
-          init_or_state: as for `plan`. An existing state is moved into its shards; do not use it
-            afterwards, because its arrays may be donated.
+          init_or_state: as for `plan`. An existing state is moved: do not use it afterwards.
           train_step: maps (state, batch, ...) to the new state, or to a tuple that begins with it,
-            such as (state, metrics). It is traced inside the mesh and the rules. Random keys and
-            scalars may stand before the batch.
+            such as (state, metrics). Random keys and scalars may stand before the batch.
           *args: the arguments of the init function.
-          data_spec: the layout of the batch, by default `data_partition_spec`: one PartitionSpec
-            for all arrays but scalars, which are replicated, or a tree of them. P(None, 'data') is
-            for batches of [steps, rows, ...], which a step scans.
+          data_spec: the layout of the batch, by default `data_partition_spec`: a PartitionSpec,
+            such as P(None, 'data') for [steps, rows, ...], or a tree of them.
           static_argnums: the positions of compile-time constants of `train_step`, such as a bool.
           donate: whether the step reuses the buffers of the old state for the new one.
-
-        Returns:
-          A named tuple of three. `state` is in its shards. `step` takes what `train_step` takes;
-          the new state is laid out like the old one, and further arguments and results are
-          replicated. `step.lower` and `step.eval_shape` see the result as a pair of the state and
-          the rest. `data_spec` is the layout of the batch.
-
-        Raises:
-          ValueError: as `plan`; and from the first call of `step`, if the result has no state with
-            the same structure, shapes and dtypes, or the data axes do not divide an array of the
-            batch.
         """
         step_name = getattr(train_step, '__name__', 'train_step')
         if is_init_function(init_or_state, args):

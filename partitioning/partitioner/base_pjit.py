@@ -74,18 +74,11 @@ class BasePjitPartitioner(BasePartitioner):
         Args:
           fn: the function.
           in_shardings: for each argument that is not static a tree, or a prefix of one, of
-            PartitionSpecs, Shardings or None, which replicates. UNCONSTRAINED dimensions keep the
-            layout of the argument.
+            PartitionSpecs, Shardings or None, which replicates. UNCONSTRAINED keeps what is there.
           out_shardings: the same for the result; XLA lays out UNCONSTRAINED dimensions.
-          static_argnums, donate_argnums: as for `jax.jit`.
-          on_recompile: 'error' raises a ValueError, which names the argument that changed, where
-            the function would be compiled a second time.
-          compiler_options: as for `jax.jit`, for every compilation, such as `option_values(
-            default_options(mesh.devices.flat))`. Not for functions that are called while tracing.
+          static_argnums, donate_argnums, compiler_options: as for `jax.jit`.
+          on_recompile: 'error' says which argument changed, and does not compile a second time.
           in_axis_resources, out_axis_resources: T5X's names of the shardings.
-
-        Raises:
-          ValueError: if a setting does not fit the function, or is given by both of its names.
         """
         ins = either_name('in_shardings', in_shardings, 'in_axis_resources', in_axis_resources)
         outs = either_name('out_shardings', out_shardings, 'out_axis_resources', out_axis_resources)
@@ -114,12 +107,7 @@ class BasePjitPartitioner(BasePartitioner):
         *args: Any,
         compiler_options: Mapping[str, OptionValue] | None = None,
     ) -> CompiledPartitionedCallable:
-        """Compiles a partitioned function ahead of time, for arrays or ShapeDtypeStructs.
-
-        Raises:
-          ValueError: if the arguments do not fit, or if the compiler does not know an option.
-          OutOfMemoryError: a ValueError, if a device has less memory than the program needs.
-        """
+        """Compiles a partitioned function ahead of time, for arrays or ShapeDtypeStructs."""
         check_has_devices(self.mesh, 'compile')
         options: Any = check_options(compiler_options)
         if not hasattr(partitioned_fn, 'lower'):

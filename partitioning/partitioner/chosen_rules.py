@@ -165,7 +165,7 @@ def check_batch_rule(
         wrong = [*axis_problems(as_tuple(rule[1]), mesh)] if rule[0] == 'batch' else []
         if wrong:
             raise ValueError(
-                f'rule {tuple(rule)!r}: {wrong[0].message.rstrip(".")}. Write '
+                f'rule {tuple(rule)!r}: {wrong[0].message.partition(". ")[0]}. Write '
                 f'{("batch", axes)!r} in its place, and axes of this mesh in the other rules'
             )
     if 'batch' in names or mesh.size == 1:
@@ -176,7 +176,7 @@ def check_batch_rule(
         _LOGGER.warning('%s. To shard them, add %r to the rules', text, ('batch', axes))
         return
     listed = ', '.join(map(repr, [('batch', axes), *map(tuple, rules)]))
-    whole = f', as in logical_axis_rules=[{listed}],' if len(rules) < 8 else ' to the rules,'
+    whole = f', as in layout=[{listed}],' if len(rules) < 8 else ' to the rules,'
     raise ValueError(
         f"no rule for 'batch', so each of the {mesh.size} devices of {describe_axes(mesh)} would "
         f'compute all rows. Add {("batch", axes)!r}{whole} or '

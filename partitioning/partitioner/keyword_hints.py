@@ -50,3 +50,29 @@ def explain_keywords(
         return call
 
     return decorate
+
+
+def explain_positions(instead: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """A decorator of `__init__` that says what to write instead of too many arguments by position.
+
+    Args:
+      instead: what to write.
+    """
+
+    def decorate(init: Callable[_P, _R]) -> Callable[_P, _R]:
+        known = inspect.signature(init).parameters.values()
+        _, *names = [p.name for p in known if p.kind == p.POSITIONAL_OR_KEYWORD]
+
+        @functools.wraps(init)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if len(args) > len(names) + 1:
+                made, *given = args
+                raise TypeError(
+                    f'{type(made).__name__} takes {len(names)} arguments by position, '
+                    f'{" and ".join(names)}, but got {len(given)}: {instead}'
+                )
+            return init(*args, **kwargs)
+
+        return call
+
+    return decorate

@@ -22,6 +22,7 @@ from partitioning.partitioner.chosen_rules import (
     with_slices,
 )
 from partitioning.partitioner.initializing import is_init_function
+from partitioning.partitioner.keyword_hints import explain_positions
 from partitioning.partitioner.layout_parts import read_parts
 from partitioning.partitioner.settings import (
     LayoutSetting,
@@ -64,6 +65,7 @@ from partitioning.state import (
     says_itself,
     with_boxes,
 )
+from partitioning.tracebacks import hide_own_frames
 from partitioning.values import value_str
 
 _LOGGER = logging.getLogger(__name__)
@@ -81,21 +83,17 @@ class PjitPartitioner(BasePjitPartitioner):
     Args:
       mesh: a jax Mesh or AbstractMesh, a MeshConfig, the sizes of its axes, of which one may be -1,
         or a described machine, 'v5p:4x4x4' or a Topology, with all devices on the axis 'data'.
-      layout: what lays out a state:
-        - logical axis rules: pairs, or AxisRules with policies, names by path and rules for the
-          optimizer. The default is `standard_logical_axis_rules` for the axes of the mesh.
-        - 'fsdp', which shards every array over all devices as far as they divide its sizes, and
-          warns of arrays that stay whole, or 'data_parallel', which replicates every array.
-        - partition rules: (regular expression on paths, PartitionSpec) pairs.
-        - a Plan, or a ShardingPlan of `partitioning.compat.pytorch`.
-        The default mesh is the plan's, or all devices, except with logical axis rules.
-      **t5x: T5X's arguments by T5X's names, for its users and its files; see `T5xSettings`. They
-        say what `mesh` and `layout` say. An integer as `mesh` is T5X's `num_partitions`.
+      layout: logical axis rules, by default `standard_logical_axis_rules`; 'fsdp', which shards
+        every array over all devices, or 'data_parallel'; (regular expression on paths,
+        PartitionSpec) pairs; a Plan; or a ShardingPlan. Only rules need a `mesh`.
+      **t5x: T5X's arguments, which say the same by T5X's names; see `T5xSettings`.
 
     Raises:
       ValueError: if a setting is malformed, or if two settings contradict each other.
     """
 
+    @hide_own_frames
+    @explain_positions("write T5X's arguments by name, such as num_partitions=2, backend='cpu'")
     def __init__(
         self,
         mesh: MeshSetting | None = None,
@@ -115,19 +113,9 @@ class PjitPartitioner(BasePjitPartitioner):
         mesh: MeshSetting | None = None,
         **t5x: Unpack[T5xSettings],
     ) -> Self:
-        """A partitioner by regular expressions on paths, as in EasyLM and FJFormer.
+        """A partitioner by regular expressions on paths, as in EasyLM: `cls(mesh, layout=rules)`.
 
-        The first rule whose expression is found (`re.search`) in the path of a parameter, such as
-        params/h/0/attn/kernel, decides its mesh axes; the optimizer's state follows. A spec may be
-        shorter than the array. Arrays of one element are replicated.
-
-        Args:
-          rules: (regular expression, PartitionSpec) pairs, as `layout` of the class takes them.
-            Here, a tuple, a list, a string or None can replace a spec.
-          mesh: as for the class.
-          **t5x: as for the class. `logical_axis_rules=[('batch', axes)]` shards the batch, which is
-            otherwise sharded over axes with usual names, such as 'dp', 'fsdp' and 'data'.
-            `on_unmatched` and `on_indivisible` are for arrays that no rule matches, and for sizes.
+        Here, a tuple, a list, a string or None can replace the PartitionSpec of a rule.
         """
         return cls(mesh, by_partition_rules(rules), **t5x)
 
@@ -290,12 +278,12 @@ class PjitPartitioner(BasePjitPartitioner):
             return self._plan_state(train_state).logical_axes
         return get_logical_axes(self._with_names(train_state), self.logical_axis_rules.names)
 
+    @hide_own_frames
     def audit(self, train_state: Any, named: Any = None, *, budget: float | None = None) -> Audit:
         """What every device holds of a state, what is replicated, and why.
 
         Args:
-          train_state: a pytree of arrays or ShapeDtypeStructs, whose layouts are compared with the
-            plan.
+          train_state: arrays or ShapeDtypeStructs; their layouts are compared with the plan.
           named: the state with its names, if `train_state` has lost them and is unknown here.
           budget: the most bytes that one device may hold; more is a ValueError.
         """

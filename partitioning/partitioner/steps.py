@@ -33,7 +33,17 @@ from partitioning.values import array_str, value_str
 
 
 class TrainingSetup(NamedTuple):
-    """What a training loop needs; see `BasePartitioner.setup`."""
+    """What a training loop needs, from `PjitPartitioner.setup`.
+
+    Attributes:
+      state: the state, in its shards.
+      step: the partitioned step. It takes what the user's step takes. The new state is laid out
+        like the old one; further arguments and results are replicated. The first call raises
+        ValueError if the result has no state with the same structure, shapes and dtypes, or if the
+        data axes do not divide an array of the batch. `step.lower` and `step.eval_shape` see the
+        result as a pair of the state and the rest.
+      data_spec: the layout of the batch.
+    """
 
     state: Any
     step: PartitionedCallable
@@ -195,15 +205,17 @@ class Step(PjittedFnWithContext):
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Raises ValueError if a trace needed the value of a bool or an integer of the call."""
+        from partitioning.programs.explaining.trace_errors import place_of
+
         for name, value in self._arguments.by_name(args, kwargs).items():
             if not isinstance(value, bool | int) or name not in self._arguments.positional:
                 continue
             index = self._arguments.positional.index(name)
             if index not in self._static:
                 raise ValueError(
-                    f'{self._arguments.function} needs the value of {name}={value!r} while it is '
-                    f'traced: write setup(..., static_argnums={index}), which compiles the step '
-                    'for each value'
+                    f'{self._arguments.function}{place_of(error)} needs the value of '
+                    f'{name}={value!r} while it is traced: write setup(..., '
+                    f'static_argnums={index}), which compiles the step for each value'
                 ) from error
 
 

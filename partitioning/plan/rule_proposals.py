@@ -64,10 +64,10 @@ def with_proposal(error: ValueError, state: Any, given: RuleSet, mesh: MeshLike)
     found = propose_rules(state, given, mesh)
     if found is None:
         return error
-    said = said.partition(', so every array would')[0].rstrip('.')
+    said = said.partition(', so every array would')[0].partition(' Write ')[0].rstrip('.')
     return ValueError(
         f'{said}. For the names of this state and the mesh {describe_axes(mesh)}, write '
-        f'logical_axis_rules={found!r}' + (f'. Did you mean{hint}' if hint else '')
+        f'layout={found!r}' + (f'. Did you mean{hint}' if hint else '')
     )
 
 

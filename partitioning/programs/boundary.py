@@ -179,7 +179,9 @@ def to_shardings(
         try:
             check_spec(spec, mesh, where)
         except ValueError as error:
-            raise ValueError(f'{error}{_of_rules(spec, rules, mesh)}') from None
+            if by_rules := _of_rules(spec, rules, mesh):
+                raise ValueError(f'{error}'.partition(' Write ')[0] + by_rules) from None
+            raise
         if not allow_unconstrained:
             check_definite(spec, where)
         elif isinstance(inner_spec(leaf), PartitionSpec):

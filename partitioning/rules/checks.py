@@ -173,7 +173,7 @@ def axis_problems(axes: Iterable[str], mesh: MeshLike) -> Iterator[Problem]:
             yield Problem(
                 'absent axis',
                 f'mesh axis {axis!r} does not exist; the mesh is {describe_axes(sizes)}.'
-                f'{nearest(axis, sizes)}',
+                f'{nearest(axis, sizes) or f" Write {either([*sizes, None])} in its place"}',
             )
         if axis in seen:
             yield Problem(

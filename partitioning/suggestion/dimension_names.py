@@ -8,8 +8,10 @@ model axis, so a wrong guess is still a valid layout. What names cannot shard ge
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +22,7 @@ from partitioning.suggestion.structure import SMALLEST, Structure
 
 Names = tuple[Any, ...]
 _USUAL_SHARDS = 8
+_NUMBER = re.compile(r'_?\d+')
 _MODEL_AXES = ('model', 'tensor', 'tp', 'mp')
 
 
@@ -119,6 +122,9 @@ class DimensionNames:
     def __init__(self, shapes: Mapping[str, Shape], stacked: Mapping[str, int], shards: Shards):
         self._shapes, self._stacked, self._shards = shapes, stacked, shards
         self._structure = Structure(shapes, stacked)
+        self._alike: dict[str, list[str]] = collections.defaultdict(list)
+        for path in shapes:
+            self._alike[_NUMBER.sub('', path)].append(path)
 
     def named(self, path: str) -> Named:
         """The names of one array."""
@@ -164,7 +170,8 @@ class DimensionNames:
     def _roles(self, path: str, dims: Sequence[int], words: PathWords) -> _Roles:
         shape, structure = self._shapes[path], self._structure
         matrix = structure.matrices[path]
-        if words.use in ('positions', 'bias') or len(dims) == 1:
+        scales = words.is_norm and not path.endswith('kernel')  # of two dimensions, it is no matrix
+        if words.use in ('positions', 'bias') or len(dims) == 1 or scales:
             return _Roles(self._most_shared(path, dims), None)
         if words.use == 'table':
             return _Roles(dims[-1], max(dims[:-1], key=lambda d: shape[d]), 'vocab')
@@ -192,8 +199,20 @@ class DimensionNames:
             is_square = matrix.reads == matrix.writes
             guesses = structure.has_no_width and words.side is None and not is_square
             if guesses and words.use != 'convolution':
-                reads = self._most_shared(path, ends) == ends[0]
+                reads = self._alike_read(path)
         return _Roles(ends[not reads], ends[reads], name, expert=expert)
+
+    def _alike_read(self, path: str) -> bool:
+        """Whether matrices whose paths differ only by numbers read what more arrays share.
+
+        They have the same order of names, such as the gates of two recurrent layers.
+        """
+        read = [
+            self._most_shared(other, (matrix.inputs, matrix.outputs)) == matrix.inputs
+            for other in self._alike[_NUMBER.sub('', path)]
+            if (matrix := self._structure.matrices[other]) is not None
+        ]
+        return 2 * sum(read) >= len(read)
 
     def _most_shared(self, path: str, dims: Sequence[int]) -> int:
         """The dimension whose size most arrays have, and of these the smallest and the last."""

@@ -213,6 +213,20 @@ def test_arguments_that_do_not_exist(name, said):
         PjitPartitioner(SIZES, **{name: None})
 
 
+def test_arguments_of_t5x_by_position():
+    said = r'takes 2 arguments by position, mesh and layout, but got 4: .*num_partitions=2'
+    with pytest.raises(TypeError, match=said):
+        PjitPartitioner(2, None, True, 'cpu')
+
+
+def test_a_mesh_axis_that_does_not_exist_is_answered_with_those_that_do():
+    said = "'tp' does not exist; the mesh is data 4 x model 2. Write 'data', 'model' or None in its"
+    names = [('w', ('embed', 'mlp')), ('b', ('mlp',))]
+    for layout in ([('w', P('tp')), ('.*', P())], AxisRules([('mlp', 'tp')], names=names)):
+        with pytest.raises(ValueError, match=said):
+            PjitPartitioner(SIZES, layout).plan(init, KEY)
+
+
 NAMES = [('.*kernel', ('embed', 'mlp'))]
 
 

@@ -30,7 +30,7 @@ def step(state, x):
 
 
 def proposed(message):
-    return eval(re.search(r'logical_axis_rules=(\[.*?\)\])', message)[1])
+    return eval(re.search(r'layout=(\[.*?\)\])', message)[1])
 
 
 def rows_per_device(init, mesh, rules):

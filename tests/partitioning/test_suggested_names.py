@@ -186,6 +186,13 @@ def recurrent(width=64):
     return tree({**gates, 'projection/kernel': (width, 32)})
 
 
+def two_lstms(width=64, letters=128):
+    """The gates of two layers of haiku, of which only the first reads letters, and a norm."""
+    gates = {'lstm/linear/w': (letters + width, 4 * width)}
+    gates |= {'lstm_1/linear/w': (2 * width, 4 * width), 'linear/w': (width, letters)}
+    return tree({**gates, 'norm1/weight': (width, letters), 'norm1/bias': (width, letters)})
+
+
 def unet(width=64):
     """A block of a diffusion model, whose module 'proj' leads into its MLP."""
     block = 'down_blocks_0/attentions_0/transformer_blocks_{}'
@@ -322,6 +329,15 @@ CASES = {
     'recurrent': (
         lambda key: recurrent(),
         {'lstm/hi/kernel': INTO, 'lstm/if/kernel': INTO, 'projection/kernel': INTO},
+    ),
+    'two recurrent layers': (
+        lambda key: two_lstms(),
+        {
+            'lstm/linear/w': INTO,
+            'lstm_1/linear/w': INTO,
+            'norm1/weight': (None, ('data', 'model')),  # a norm multiplies no rows by columns
+            'norm1/bias': (None, ('data', 'model')),
+        },
     ),
     'unet': (
         lambda key: unet(),

@@ -66,7 +66,8 @@ def _say(error: Exception, rules: LogicalAxisRules) -> str | None:
         (problem, *_) = axis_problems([axis], jax.sharding.get_abstract_mesh())
         rule = next((rule for rule in rules if axis in as_tuple(rule[1])), None)
         source = '' if rule is None else f'rule {tuple(rule)!r}: '
-        return f'{source}{problem.message}{place_of(error)}'
+        said, _, instead = problem.message.partition('. ')
+        return f'{source}{said}{place_of(error)}. {instead}'
     if refused := _NOT_EXPLICIT.match(text):
         return (
             f'the program gives {refused[2]} to {refused[1]}{place_of(error)}, which jax allows '
