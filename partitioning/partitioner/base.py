@@ -131,7 +131,7 @@ class BasePartitioner(PartitionerObject, abc.ABC):
 
     @property
     def padded_data_partition_spec(self) -> PaddedSpec:
-        """The spec of a batch of any number of rows, which XLA pads inside a partitioned function."""
+        """The spec of a batch of any number of rows, which XLA pads inside a function."""
         return PaddedSpec(PartitionSpec(), self.data_partition_spec)
 
     @property

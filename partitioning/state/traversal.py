@@ -171,10 +171,11 @@ def _leaf(entry: Entry, known: NamedArrays, report: Report) -> Leaf | Any:
         return leaf
     try:
         role, owner, dims = _origin(path, shape, known)
+        return Leaf(path, array, role, owner, dims)
     except ProblemError as error:
-        report('/'.join(path), error.problem)
-        return Leaf(path, array, 'other', None, (None,) * len(shape), problematic=True)
-    return Leaf(path, array, role, owner, dims)
+        problem = error.problem
+    report('/'.join(path), problem)  # an error that it raises has no other one before it
+    return Leaf(path, array, 'other', None, (None,) * len(shape), problematic=True)
 
 
 def _origin(
