@@ -107,7 +107,15 @@ def constrain(
         it for `x`.
     """
     if names is None or not hasattr(x, 'shape'):
-        raise ValueError(f'constrain takes one array and its names, not {x!r} and {names!r}')
+        tree = (
+            isinstance(x, dict | list | tuple) and names is not None and not hasattr(names, 'shape')
+        )
+        write = (
+            'jax.tree.map(lambda x: constrain(x, names), tree)' if tree else 'constrain(x, names)'
+        )
+        raise ValueError(
+            f'constrain takes one array and its names, not {x!r} and {names!r}: write {write}'
+        )
     if others or isinstance(names, str) or isinstance(rules, str):
         listed = (names, rules, *others) if others or isinstance(rules, str) else (names,)
         raise ValueError(

@@ -95,12 +95,17 @@ def check_names(axis_names: Sequence[str], sizes: Sequence[Any], setting: str) -
     if isinstance(sizes, str) or not hasattr(sizes, '__len__') or not len(sizes):
         raise ValueError(f'{setting}={sizes!r} must be a sequence of sizes, one per axis')
     if not all(isinstance(name, str) and name for name in names):
-        raise ValueError(f'axis names {names} must be non-empty strings')
+        swapped = all(isinstance(name, int) for name in names)
+        hint = ': the sizes come before the names' if swapped else ''
+        raise ValueError(f'axis names {names} must be non-empty strings{hint}')
     repeated = [name for name, count in collections.Counter(names).items() if count > 1]
     if repeated:
         raise ValueError(f'axis name {repeated[0]!r} appears twice in {names}')
     if len(names) != len(sizes):
-        raise ValueError(f'{setting} has {len(sizes)} sizes for {len(names)} axis names {names}')
+        raise ValueError(
+            f'{setting} has {len(sizes)} sizes for {len(names)} axis names {names}: write one name '
+            'for each size'
+        )
     return names
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from jax.sharding import Mesh
 from partitioning.constraints import lay_out
 from partitioning.partitioner.batches import batch_specs, has_rows
 from partitioning.partitioner.initializing import check_only_arrays
+from partitioning.partitioner.pmap_axes import bind_axes
 from partitioning.programs.contexts import PjittedFnWithContext
 from partitioning.programs.inner_layouts import is_resource
 from partitioning.programs.partitioned_function import PartitionedCallable
@@ -30,6 +32,8 @@ from partitioning.state.static_arrays import (
 from partitioning.state.structures import match_by_path
 from partitioning.tracebacks import keep_user_frames
 from partitioning.values import array_str, value_str
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class TrainingSetup(NamedTuple):
@@ -98,12 +102,13 @@ class Step(PjittedFnWithContext):
         # jax.jit has to know the layout of a result before it is traced. The function that is
         # compiled therefore always returns a pair of the state and the rest. If `train_step` itself
         # returns another form, that form is restored after every call.
-        pairs = returning_pairs(train_step, specs)
+        self._axes: tuple[str, ...] = ()  # of pmap, which the step uses
 
         def partition_for(data_spec: Any, position: int) -> PartitionedCallable:
             others = [i for i in range(1, self._needed) if i not in self._static]
+            self._layout = data_spec, position
             return partition(
-                pairs,
+                returning_pairs(bind_axes(train_step, self._axes), specs),
                 (specs, *(data_spec if i == position else None for i in others)),
                 (specs, None),
                 static_argnums=self._static,
@@ -128,6 +133,8 @@ class Step(PjittedFnWithContext):
             self._raise_static(error, args, kwargs)
             raise
         except Exception as error:
+            if self._bind_axis(error):
+                return self(*args, **kwargs)
             self._check_structure(args, kwargs)
             keep_user_frames(error)
             raise
@@ -141,6 +148,25 @@ class Step(PjittedFnWithContext):
         except jax.errors.ConcretizationTypeError as error:
             self._raise_static(error, args, kwargs)
             raise
+        except ValueError as error:
+            if not self._bind_axis(error):
+                raise
+        return self._apply(method, args, kwargs)
+
+    def _bind_axis(self, error: Exception) -> bool:
+        """Binds an axis of pmap if the step has failed because it needs one."""
+        axis = error.__dict__.get('unbound_axis')
+        if axis is None or axis in self._axes:
+            return False
+        _LOGGER.warning(
+            'in %s, the axis %r of pmap has size 1: a batch is global here, so that lax.pmean and '
+            'lax.psum over devices have nothing to do',
+            self._arguments.function,
+            axis,
+        )
+        self._axes += (axis,)
+        self._pjitted_fn = self._partition_for(*self._layout)
+        return True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self).get('_pjitted_fn'), name)

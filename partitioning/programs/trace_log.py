@@ -121,8 +121,8 @@ def check_not_pmapped(fn: Callable[..., Any]) -> None:
         raise ValueError(
             f'{name} is a jax.pmap object, which takes arrays with a dimension of devices, but '
             'arrays in a partitioned function are global: pass its `.__wrapped__`, or remove '
-            'jax.pmap; if it calls lax.pmean or lax.psum, pass jax.vmap(fn.__wrapped__, None, '
-            "None, axis_name='batch', axis_size=1) with the name of its axis, or remove them"
+            'jax.pmap. If it calls lax.pmean or lax.psum, setup takes it as it is; for partition, '
+            "pass jax.vmap(fn.__wrapped__, None, None, axis_name='batch', axis_size=1)"
         )
 
 
@@ -294,7 +294,8 @@ def check_compiled_once(partitioned: Callable[..., Any]) -> None:
     log = getattr(function, 'trace_log', None)
     if not isinstance(log, TraceLog):
         raise ValueError(
-            f'{value_str(partitioned)} must be a function that PjitPartitioner.partition returned'
+            f'{value_str(partitioned)} must be a function that PjitPartitioner.partition or setup '
+            'returned: pass that one, and not the function that it was made from'
         )
     count = function.num_compilations()
     if not count:

@@ -253,7 +253,10 @@ def _restore(
         here, there = (arrays.get(path, 'not an array') for arrays in (ours, theirs))
         if here != there:
             whole = '/'.join((*above, path))
-            raise ValueError(f'{whole} is {there} in the state_dict, but {here} in this state')
+            raise ValueError(
+                f'{whole} is {there} in the state_dict, but {here} in this state: restore into a '
+                'state of the model and the optimizer that were saved'
+            )
     restored = serialization.from_state_dict(state._arrays(), dict(state_dict))
     return state.replace(
         **{name: rebox(getattr(state, name), value) for name, value in restored.items()}

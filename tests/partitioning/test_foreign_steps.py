@@ -52,11 +52,40 @@ def test_a_step_with_pmean_as_it_is():
 
     message, _ = error_of(PjitPartitioner(layout='fsdp').setup, init, step, 0)
     assert 'jax.vmap(fn.__wrapped__, None, None, axis_name=' in message
-    message, _ = error_of(run, step.__wrapped__)
-    assert "jax.vmap(fn, None, None, axis_name='rows', axis_size=1)" in message
-    state, x = run(jax.vmap(step.__wrapped__, None, None, axis_name='rows', axis_size=1))
-    np.testing.assert_allclose(state['w'], np.full((8, 8), 1 + X.sum()), atol=1e-5)
-    np.testing.assert_array_equal(x, X)
+    bound = jax.vmap(step.__wrapped__, None, None, axis_name='rows', axis_size=1)
+    for fn in (step.__wrapped__, bound):  # setup binds the axis itself
+        state, x = run(fn)
+        np.testing.assert_allclose(state['w'], np.full((8, 8), 1 + X.sum()), atol=1e-5)
+        np.testing.assert_array_equal(x, X)
+
+
+def test_axes_of_pmap_are_bound_once_and_only_for_pmap(caplog):
+    """Keys of each device, two axes, a bool, and what has no mean over devices."""
+
+    def step(state, x, train):
+        key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index('rows'))
+        noise = jax.random.normal(key) if train else 0.0
+        mean = jax.lax.pmean(jax.lax.pmean(x.mean(), 'rows'), 'columns')
+        return {'w': state['w'] + mean, 'n': state['n'] + 1}, noise
+
+    state, call, _ = PjitPartitioner(layout='fsdp').setup(init, step, 0, static_argnums=2)
+    assert 'pmap' not in caplog.text
+    assert call.eval_shape(state, X, True)[1].shape == ()
+    for _ in range(2):
+        state, noise = call(state, X, True)
+    np.testing.assert_allclose(state['w'], np.full((8, 8), 1 + 2 * X.mean()), atol=1e-6)
+    key = jax.random.fold_in(jax.random.key(0), 0)
+    np.testing.assert_allclose(noise, jax.random.normal(key), rtol=1e-6)
+    assert call.num_compilations() == 1 and caplog.text.count('of pmap has size 1') == 2
+
+    def mistaken(state, x):
+        sums = jax.shard_map(
+            lambda rows: jax.lax.all_gather(rows, 'rows'), in_specs=P('data'), out_specs=P('data')
+        )
+        return state, sums(x)
+
+    with pytest.raises((ValueError, AssertionError, NameError)):
+        run(mistaken)
 
 
 def test_a_pmap_inside():
@@ -107,3 +136,16 @@ def test_a_constraint_over_other_devices():
     assert 'incompatible devices' in str(cause)
     settings = {'layout': 'fsdp', 'mesh': REVERSED}
     np.testing.assert_allclose(run(step, **settings)[1], X.sum(), atol=1e-5)
+
+
+def test_a_partitioned_function_inside_shard_map():
+    partitioner = PjitPartitioner({'data': 8})
+
+    def twice(x):
+        return x * 2
+
+    inner = partitioner.partition(twice, (P('data'),), P('data'))
+    outer = jax.shard_map(inner, mesh=partitioner.mesh, in_specs=P('data'), out_specs=P('data'))
+    message, _ = error_of(outer, X)
+    assert 'twice is partitioned over data 8, but it is called inside shard_map' in message
+    assert 'call the twice that was given to partition' in message

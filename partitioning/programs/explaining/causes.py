@@ -10,6 +10,7 @@ import dataclasses
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -69,12 +70,18 @@ def find_cause(
     if 'metadata fields of pytree' in str(error):
         return _of_static_arrays(error, boundary, args, kwargs)
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if call_function.__code__ in frames[:-1]:  # the user's function raised it
+    of_user = call_function.__code__ in frames[:-1]
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if manual and (not of_user or 'manual_axis_type' in str(error)):
+        return _of_shard_map(boundary)
+    if of_user:
         if (known := _known_error(error, boundary, args)) is None:
             if not (is_own_error(error) or 'explains_itself' in vars(error)):
                 _add_notes(error, boundary, args, kwargs)
             return None
-        return ValueError(f'{boundary.arguments.function}{known}')
+        found = ValueError(f'{boundary.arguments.function}{known}')
+        found.__dict__['unbound_axis'] = _axis_of_pmap(error)
+        return found
     if mismatch := boundary.arguments.call_error(args, kwargs):
         return mismatch
     if other := explain_other_devices(boundary.arguments.function, error):
@@ -117,6 +124,16 @@ def _problems(
         yield from static_field_problems(arguments)
 
 
+def _of_shard_map(boundary: Boundary) -> ValueError:
+    """What to say if a partitioned function is called inside shard_map."""
+    function, mesh = boundary.arguments.function, describe_axes(boundary.mesh)
+    return ValueError(
+        f'{function} is partitioned over {mesh}, but it is called inside shard_map, where each '
+        f'device has its part of an array: call the {function} that was given to partition, or '
+        'call the partitioned one outside of shard_map'
+    )
+
+
 def _of_static_arrays(
     error: Exception, boundary: Boundary, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> ValueError:
@@ -156,6 +173,15 @@ def _known_error(error: Exception, boundary: Boundary, args: Sequence[Any]) -> s
         # Of constraints inside scan or remat, which jax.vmap transforms only afterwards.
         return f'{place_of(error)}: {explain_batched_axis(error)}'
     return None
+
+
+def _axis_of_pmap(error: Exception) -> str | None:
+    """The axis that a function needs from pmap; inside shard_map, it is a mistake instead."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not isinstance(error, NameError) or any(Path(f).name == 'shard_map.py' for f in files):
+        return None
+    found = _UNBOUND_AXIS.search(str(error))
+    return None if found is None else found[1]
 
 
 def _is_optional(argument: Any, path: tuple) -> bool:
