@@ -9,9 +9,16 @@ plugin.
     python benchmarks/forecast_truth.py           # forecasts with the constants as they are
     python benchmarks/forecast_truth.py --fit     # fits the constants and writes them first
     python benchmarks/forecast_truth.py --trace   # traces all steps again first, in some minutes
-    python benchmarks/forecast_truth.py --compile [--rows=v5e-256-maxtext-16b] [--early]
+    python benchmarks/forecast_truth.py --compile [--only=v5e-256-maxtext-16b] [--early]
+    python benchmarks/forecast_truth.py --rows=FILE --programs=maxtext/src [--only=NAME,...]
 
-The last one compiles the steps that `build/forecast_truth` does not have yet.
+The one with `--compile` compiles the steps that `build/forecast_truth` does not have yet.
+
+The last one forecasts rows from their own programs: it runs MaxText, which is in the folder
+`maxtext/src`, as `meshwright dry` does, once for each row that `build/own_programs` does not have
+yet. FILE has rows in the form of `measured_steps.json`, which is the default. A row can have an
+entry "command" with its own command, as a list of what stands behind `python`, and "path", the
+folder of its code. Without `--programs`, nothing runs, and the table has what is there.
 
 A third of the groups of rows is left out of the fit (`scoring.is_left_out`). In addition, each
 family of rows, which is a model on a chip, is left out once and forecast by all other families.
@@ -22,12 +29,19 @@ from __future__ import annotations
 
 import argparse
 import collections
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from benchmarks.campaigns import parse_names
 from benchmarks.measured_steps.cases import list_cases
 from benchmarks.measured_steps.compiling import run_campaign
 from benchmarks.measured_steps.fitting import Case, Fit, fit_all
+from benchmarks.measured_steps.own_cases import forecast_rows
+from benchmarks.measured_steps.own_programs import Programs, run_campaign as run_own
+from benchmarks.measured_steps.own_report import print_own
 from benchmarks.measured_steps.records import TRACED, read_records, trace_all, write_records
+from benchmarks.measured_steps.rows import load_rows
 from benchmarks.measured_steps.scoring import (
     Forecasted,
     forecast_families,
@@ -87,10 +101,17 @@ def main() -> None:
     parser.add_argument('--trace', action='store_true', help='trace all steps again first')
     parser.add_argument('--compile', action='store_true', help='compile programs first (an hour)')
     parser.add_argument('--early', action='store_true', help='only until their memory is known')
-    parser.add_argument('--rows', help='the programs to compile, separated by commas (all)')
+    parser.add_argument('--only', help='these programs or rows, separated by commas (all)')
+    parser.add_argument('--rows', metavar='FILE', help='forecast the rows from their own programs')
+    parser.add_argument('--programs', metavar='DIR', help='the folder that has the package maxtext')
+    parser.add_argument('--python', help='the Python that has what the programs need (this one)')
+    parser.add_argument('--again', action='store_true', help='run those again that failed')
     options = parser.parse_args()
+    if options.rows or options.programs:
+        forecast_own(options)
+        return
     if options.compile:
-        run_campaign(options.rows, options.early)
+        run_campaign(options.only, options.early)
     if options.trace:
         write_records(dict(trace_all()), TRACED)
     cases, reasons = list_cases(read_records(TRACED), read_records())
@@ -103,6 +124,17 @@ def main() -> None:
     for origin, title in _ORIGINS.items():
         chosen = [f for f in families if f.case.origin == origin]
         _print_scores(f'Errors of forecasts of {title}, each family left out in turn', chosen)
+
+
+def forecast_own(options: argparse.Namespace) -> None:
+    """Dry-runs the programs of rows if their folder is given, and prints their forecasts."""
+    rows = load_rows(Path(options.rows)) if options.rows else load_rows()
+    chosen = parse_names(options.only, [row.name for row in rows], 'row')
+    rows = [row for row in rows if row.name in chosen]
+    if options.programs:
+        programs = Programs(Path(options.programs), options.python or sys.executable)
+        run_own(rows, programs, again=options.again)
+    print_own(*forecast_rows(rows))
 
 
 def print_forecasts(cases: Sequence[Case], reasons: Mapping[str, str]) -> None:

@@ -13,6 +13,7 @@ A jitted function goes through three places of jax. A program that the user has 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -230,22 +231,24 @@ def on_lower(seen: Callable[[Any, TracedCall], None]) -> Replacement:
     return pjit, '_resolve_and_lower', lower
 
 
-def on_compile(compile_with: Callable[[Any, Callable[[], Any]], Any]) -> Replacement:
+def on_compile(compile_with: Callable[[Any, Any, Callable[[], Any]], Any]) -> Replacement:
     """Wraps the compilation of a lowered function.
 
     Args:
-      compile_with: receives what `on_lower` was told of, and a function that compiles it; returns
-        what that function returns.
+      compile_with: receives what `on_lower` was told of, the options of this compilation, and a
+        function that compiles it; returns what that function returns.
     """
     original = pxla.MeshComputation.compile
     # Some versions of jax compile again in each call if there are options.
     kept: dict[Any, Any] = {}
 
     def compile_(self: Any, compiler_options: Any = None, **given: Any) -> Any:
-        key = self, tuple(sorted((compiler_options or {}).items())), tuple(sorted(given.items()))
-        if key not in kept:
-            kept[key] = compile_with(self, lambda: original(self, compiler_options, **given))
-        return kept[key]
+        options = tuple(sorted((compiler_options or {}).items())), tuple(sorted(given.items()))
+        if (self, options) not in kept:
+            kept[self, options] = compile_with(
+                self, options, lambda: original(self, compiler_options, **given)
+            )
+        return kept[self, options]
 
     return pxla.MeshComputation, 'compile', compile_
 
@@ -283,6 +286,38 @@ def result_shardings(compiled: Any) -> tuple[Any, ...]:
     """The sharding of each result of a compiled program, in their order."""
     executable = getattr(compiled, '_executable', compiled)
     return tuple(program_of(executable).output_shardings)
+
+
+# What decides about a compiled program besides the text of the lowered function.
+_COMPILED_BY = (
+    'global_in_avals',
+    'global_out_avals',
+    'in_shardings',
+    'out_shardings',
+    'in_layouts',
+    'out_layouts',
+    'kept_var_idx',
+    'committed',
+    'ordered_effects',
+    'unordered_effects',
+    'host_callbacks',
+    'keepalive',
+)
+
+
+def describe_lowered(computation: Any) -> tuple[Any, ...]:
+    """What decides about the program of a lowered function; equal for equal programs.
+
+    The lines of code that the function comes from are not part of it.
+    """
+    given = computation.compile_args
+    text = computation._hlo.operation.get_asm(enable_debug_info=False)
+    return (
+        hashlib.sha256(text.encode()).hexdigest(),
+        computation._device_list,
+        computation._compiler_options_kvs,
+        *(given.get(name) for name in _COMPILED_BY),
+    )
 
 
 def consumed_arguments(computation: Any) -> frozenset[int]:

@@ -21,12 +21,9 @@ import functools
 import gzip
 import json
 import os
-import re
 import resource
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
@@ -44,17 +41,12 @@ from train.objectives.objective import make_eval_step
 from train.running.programs import partition_train_step
 from train.running.run import prepare
 
+from .early import ask_for_text, compile_until_scheduled
 from .rebuilding import list_programs
 
 STORE = Path(os.environ.get('MESHWRIGHT_TRUTH', 'build/forecast_truth'))
 _RECORD, _TEXT, _JAXPR, _EARLY = '.json', '.hlo.txt.gz', '.jaxpr.txt.gz', '.early'
 _PACKAGES = ('jax', 'jaxlib', 'libtpu', 'jax-cuda13-plugin')
-
-# Files that the compiler writes if it is asked to.
-_ALL_TEXT = '*jit_train_step*after_optimizations_after_buffer_assignment.txt'
-_MEMORY = '*jit_train_step*after_optimizations-memory-usage-report.txt'
-_BUFFERS = '*jit_train_step*after_optimizations-buffer-assignment.txt'
-_ARGUMENT = re.compile(r'^allocation \d+: size (\d+), page 0, parameter', re.MULTILINE)
 
 
 class Traced(NamedTuple):
@@ -111,7 +103,7 @@ def _compile(program: Any, folder: Path | None, save: Callable[..., None]) -> No
         )
 
     if folder is not None:
-        compile_until_scheduled(traced.lowered, folder, finish)
+        compile_until_scheduled(traced.lowered.compile, folder, finish)
     compiled = traced.lowered.compile()
     memory = read_memory(compiled, traced.mesh.devices.flat[0].platform)
     finish(compiled.as_text() or '', dataclasses.asdict(memory))
@@ -195,59 +187,6 @@ def read_all() -> Iterator[dict[str, Any]]:
 def read_text(stored_as: str) -> str:
     """Returns the text of a compiled program of the store."""
     return gzip.decompress((STORE / f'{stored_as}{_TEXT}').read_bytes()).decode()
-
-
-def ask_for_text() -> Path:
-    """Asks the compiler to write what it knows, and returns the folder; call it before jax runs."""
-    folder = Path(tempfile.mkdtemp(prefix='early-'))
-    flags = f'--xla_dump_to={folder} --xla_dump_hlo_as_text'
-    os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {flags}'.strip()
-    return folder
-
-
-def compile_until_scheduled(
-    lowered: Any, folder: Path, finish: Callable[[str, dict[str, int]], None]
-) -> None:
-    """Compiles a program until its text is there, and ends this process.
-
-    `finish` is called with the text, which is in the folder of `ask_for_text`, and the sizes in
-    bytes of the memory. If the program needs too much memory, the error of the compiler is raised.
-    """
-    failed = threading.Event()
-
-    def watch() -> None:
-        # A text is complete when its last line closes the entry computation.
-        while not (
-            (found := sorted(folder.glob(_ALL_TEXT)))
-            and found[0].read_text().rstrip().endswith('}')
-        ):
-            if failed.wait(0.3):
-                return
-        status = 1
-        try:
-            report, buffers = (next(folder.glob(name)) for name in (_MEMORY, _BUFFERS))
-            finish(found[0].read_text(), _sizes(report.read_text(), buffers.read_text()))
-            status = 0
-        finally:
-            sys.stdout.flush()
-            os._exit(status)  # nothing can stop a compiler
-
-    threading.Thread(target=watch, daemon=True).start()
-    try:
-        lowered.compile()
-    except BaseException:
-        failed.set()
-        raise
-    threading.Event().wait(60)  # the text is there by now
-
-
-def _sizes(report: str, buffers: str) -> dict[str, int]:
-    """The sizes of the memory of a device, as in `MemoryUse`."""
-    _, _, space = report.partition('Memory Space: default (color=0)')
-    total = re.search(r'Total bytes: (\d+)', space)
-    assert total is not None, report[:200]
-    arguments = sum(map(int, _ARGUMENT.findall(buffers)))
-    return {'peak': int(total[1]), 'arguments': arguments, 'temporaries': int(total[1]) - arguments}
 
 
 def _save(

@@ -64,6 +64,6 @@ class MeasuredRow:
 
 
 @functools.cache
-def load_rows() -> tuple[MeasuredRow, ...]:
+def load_rows(path: Path = MEASUREMENTS) -> tuple[MeasuredRow, ...]:
     """Reads the rows, in the order of the file."""
-    return tuple(MeasuredRow(entry) for entry in json.loads(MEASUREMENTS.read_text()))
+    return tuple(MeasuredRow(entry) for entry in json.loads(path.read_text()))

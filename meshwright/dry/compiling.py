@@ -144,6 +144,7 @@ class Compiling:
         self._lowered: dict[Any, jax_private.TracedCall] = {}
         self._small: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._by_program: dict[int, CompiledFunction] = {}
+        self._executables: list[tuple[Any, Any]] = []
 
     def replacements(self) -> list[jax_private.Replacement]:
         """What to put in place of jax's own functions."""
@@ -157,11 +158,16 @@ class Compiling:
     def _record(self, computation: Any, call: jax_private.TracedCall) -> None:
         self._lowered[computation] = named_by_caller(call)
 
-    def _compile(self, computation: Any, compile_now: Callable[[], Any]) -> Any:
+    def _compile(self, computation: Any, options: Any, compile_now: Callable[[], Any]) -> Any:
         call = self._lowered.get(computation)
         devices = jax_private.devices_of(computation)
         if call is None or not any(map(self._machine.has, devices)):
             return compile_now()
+        # A function that a script compiles by itself is lowered again when it is called.
+        key = (call.name, options, *jax_private.describe_lowered(computation))
+        for known, executable in self._executables:
+            if known == key:
+                return executable
         started, executable, exceeded = time.perf_counter(), None, None
         try:
             with self._on_compile(), own_compiler_errors(call.name, self._machine.mesh):
@@ -180,6 +186,7 @@ class Compiling:
         if executable is None:
             self._on_no_memory(found)
         self._by_program[id(jax_private.program_of(executable))] = found
+        self._executables.append((key, executable))
         return executable
 
     def _runner(self, program: jax_private.RunnableProgram) -> Callable[..., Any] | None:

@@ -38,7 +38,7 @@ def find_steps(functions: Sequence[CompiledFunction]) -> tuple[CompiledFunction,
 def forecast_function(found: CompiledFunction) -> Forecast:
     """The forecast of a function that a script has compiled."""
     call = found.call
-    mesh = _mesh_of(found)
+    mesh = mesh_of(found)
     target = target_of_mesh(mesh)
     program = Program(
         traced=call,
@@ -67,7 +67,7 @@ def findings_text(functions: Sequence[CompiledFunction]) -> str:
 
 
 def _lint(found: CompiledFunction) -> Findings:
-    mesh = _mesh_of(found)
+    mesh = mesh_of(found)
     return lint_program(found.call, mesh, list_held(found.call, mesh), _results(found))
 
 
@@ -75,7 +75,7 @@ def _results(found: CompiledFunction) -> tuple[Any, ...] | None:
     return None if found.executable is None else result_shardings(found.executable)
 
 
-def _mesh_of(found: CompiledFunction) -> Mesh:
+def mesh_of(found: CompiledFunction) -> Mesh:
     """The largest mesh that a function and its arguments name, or its devices along one axis."""
     meshes = [mesh for mesh in found.call.meshes if isinstance(mesh, Mesh)]
     if meshes:

@@ -96,7 +96,7 @@ def test_compilations_are_wrapped_and_happen_once(monkeypatch):
     """Also with options of the compiler, with which some versions of jax compile each time."""
     compiled, calls = [], {}
 
-    def compile_with(computation, compile_now):
+    def compile_with(computation, options, compile_now):
         compiled.append(calls[computation].name)
         return compile_now()
 
@@ -113,6 +113,34 @@ def test_compilations_are_wrapped_and_happen_once(monkeypatch):
         step(np.ones(3))
         step(np.ones(3))
     assert compiled == ['triple', 'triple']
+
+
+def test_lowered_functions_are_equal_if_their_programs_are(monkeypatch):
+    """Lines of code do not count, and everything that changes a program does."""
+    described = []
+
+    def compile_with(computation, options, compile_now):
+        described.append(jax_private.describe_lowered(computation))
+        return compile_now()
+
+    replaced(monkeypatch, jax_private.on_compile(compile_with))
+    sharding, other = sharded(), sharded(count=4)
+    given = jax.ShapeDtypeStruct((8,), 'float32', sharding=sharding)
+
+    def compile_step(step=lambda x: x + 7, given=given, **settings):
+        jax.jit(step, **settings).lower(given).compile()
+        return described[-1]
+
+    first = compile_step()
+    assert compile_step(lambda x: x + 7) == first
+    changed = [
+        compile_step(lambda x: x + 8),
+        compile_step(donate_argnums=0),
+        compile_step(out_shardings=sharded(None)),
+        compile_step(given=jax.ShapeDtypeStruct((8,), 'float32', sharding=other)),
+        compile_step(compiler_options={'xla_cpu_enable_fast_math': False}),
+    ]
+    assert len({*map(hash, map(str, changed))}) == 5 and first not in changed
 
 
 def test_calls_have_a_context(monkeypatch):

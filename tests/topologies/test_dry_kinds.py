@@ -91,6 +91,22 @@ def test_the_settings_of_jax_may_be_flags(run_dry, keep_settings):
     assert status == 0 and out.startswith("['config.py'] True cpu"), out + err
 
 
+AHEAD = """
+compiled = step.lower(jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=rows), x).compile()
+print(compiled.memory_analysis().argument_size_in_bytes)
+for i in range(9): w, value = step(w, x)
+"""
+
+
+def test_a_step_that_is_compiled_ahead_is_compiled_once(run_dry):
+    """The call lowers it again, from another line; the results follow the known program."""
+    status, out, err = run_dry(AHEAD)
+    assert status == 0 and out.startswith(f'{2 * 4 * 64 * 64 // 4}\n'), out + err
+    assert 'the run ended after 2 calls of step' in out
+    [line] = [line for line in out.splitlines() if line.startswith('step  ')]
+    assert line.split()[1] == '2'
+
+
 EAGER = """
 @jax.vmap
 def divergence(mean, spread): return (spread - mean * mean - jax.numpy.exp(spread)).sum()

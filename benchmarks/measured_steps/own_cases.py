@@ -1,0 +1,161 @@
+"""Forecasts of measured rows from their own programs, which the store of `own_programs` has."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from meshwright.program.collectives import MeshAxes
+from meshwright.program.costs import costs_of_text
+from meshwright.report.plain_values import from_plain
+from meshwright.time import KernelWork, Work, describe_machine, estimate_step_time
+from meshwright.time.layers import Layers
+from meshwright.time.step_model import StepTime
+from partitioning.hardware import CHIPS, describe_topology
+from partitioning.hardware.topology import split_slices
+
+from .cases import network_bandwidth_of
+from .own_programs import read_found, read_text
+from .rows import MeasuredRow
+from .scoring import rank_correlation
+
+_GAP = 0.01  # of parameters or FLOPs, from which a program is told as another one
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnForecast:
+    """A measured row with the forecast of its own program.
+
+    Attributes:
+      row: the measured row.
+      found: what the store has about its program.
+      compiled: the forecast from the compiled program; None if it does not fit.
+      traced: the forecast by formula.
+      naive: the model's FLOPs at the median MFU of all other rows of the chip.
+    """
+
+    row: MeasuredRow
+    found: Mapping[str, Any]
+    compiled: StepTime | None
+    traced: StepTime | None
+    naive: float
+
+    @property
+    def best(self) -> StepTime | None:
+        """The forecast that a dry run tells."""
+        return self.compiled or self.traced
+
+    @property
+    def error(self) -> float | None:
+        """The relative error of that forecast."""
+        return None if self.best is None else self.best.seconds / self.row.step_seconds - 1
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the measurement is in the range of the forecast."""
+        return self.best is not None and self.best.low <= self.row.step_seconds <= self.best.high
+
+
+def forecast_rows(
+    rows: Sequence[MeasuredRow],
+) -> tuple[list[OwnForecast], dict[str, str]]:
+    """Forecasts the rows whose programs the store has.
+
+    Returns:
+      The forecasts, and for each other row why there is none.
+    """
+    forecasts: list[OwnForecast] = []
+    reasons: dict[str, str] = {}
+    for row in rows:
+        found = read_found(row)
+        if isinstance(found, str):
+            reasons[row.name] = found
+            continue
+        machine = _machine_of(row, found)
+        text = read_text(found) if found['memory'] else ''
+        compiled = estimate_step_time(read_stored_work(found, text), machine) if text else None
+        traced = estimate_step_time(from_plain(Work, found['work'], 'work'), machine)
+        naive = naive_forecast(row, rows)
+        forecasts.append(
+            OwnForecast(row=row, found=found, compiled=compiled, traced=traced, naive=naive)
+        )
+    return forecasts, reasons
+
+
+def read_stored_work(found: Mapping[str, Any], text: str) -> Work:
+    """The work of a device in a stored program, as `read_work` reads it from a compiled one."""
+    chip = CHIPS[found['chip']]
+    axes = MeshAxes(sizes=found['mesh'], slices=found['slices'])
+    costs = costs_of_text(text, mesh=axes, chip=chip.name)
+    products = sum(o.cycles for o in costs.operations if o.kind == 'matmul')
+    clock = chip.clock_hz if costs.cycles else None
+    of_groups = found['group_flops'] / chip.peak_flops_per_device
+    return Work(
+        origin='compiler',
+        chip=chip.name,
+        matmul_flops=found['matmul_flops'],
+        matmul_seconds=products / clock + of_groups if clock else None,
+        other_seconds=(costs.cycles - products) / clock if clock else None,
+        other_bytes=costs.device_bytes,
+        kernels=tuple(KernelWork(**kernel) for kernel in found['kernel_work']),
+        collectives=costs.collectives,
+        host_bytes=costs.host_bytes,
+        layers=found['layers'] and from_plain(Layers, found['layers'], 'layers'),
+    )
+
+
+def _machine_of(row: MeasuredRow, found: Mapping[str, Any]) -> Any:
+    name, slices = split_slices(found['topology'])
+    devices = {d.id: d for d in describe_topology(name, num_slices=slices).devices}
+    order = np.array([devices[i] for i in found['device_ids']], dtype=object)
+    mesh = Mesh(order.reshape(tuple(found['mesh'].values())), tuple(found['mesh']))
+    machine = describe_machine(mesh)
+    assert machine is not None
+    bandwidth = network_bandwidth_of(row)
+    return dataclasses.replace(machine, network_bandwidth=bandwidth) if bandwidth else machine
+
+
+def model_flops_of(row: MeasuredRow) -> float:
+    """The FLOPs of a model per device and step, with attention as causal."""
+    tokens = row['global_batch'] * row['seq_len'] / row.num_devices
+    return 1e9 * row['check']['gflop_per_token']['causal_attention'] * tokens
+
+
+def naive_forecast(row: MeasuredRow, rows: Iterable[MeasuredRow]) -> float:
+    """The FLOPs of a model at the median MFU of the other rows of its chip, or of all chips."""
+    others = [o for o in rows if o.name != row.name and o['usable_for_step_time']]
+    alike = [o for o in others if o.chip == row.chip] or others
+    mfu = statistics.median(
+        model_flops_of(o) / (o.step_seconds * CHIPS[o.chip].peak_flops_per_device) for o in alike
+    )
+    return model_flops_of(row) / (CHIPS[row.chip].peak_flops_per_device * mfu)
+
+
+def find_differences(forecast: OwnForecast) -> Iterator[str]:
+    """In what a program differs from the measured one, as far as the row says it."""
+    row, found = forecast.row, forecast.found
+    if abs(found['parameters'] / row.params_total - 1) > _GAP:
+        yield f'{found["parameters"]:,} parameters in place of {row.params_total:,}'
+
+
+def score_own(forecasts: Sequence[OwnForecast]) -> dict[str, float | None]:
+    """The errors of forecasts: mean, median, worst, bias, naive, rank and the share in range."""
+    forecasts = [f for f in forecasts if f.error is not None]
+    errors = [f.error for f in forecasts if f.error is not None]
+    measured = [f.row.step_seconds for f in forecasts]
+    told = [f.best.seconds if f.best else math.nan for f in forecasts]
+    return {
+        'mean': statistics.fmean(map(abs, errors)),
+        'median': statistics.median(map(abs, errors)),
+        'worst': max(map(abs, errors)),
+        'bias': statistics.fmean(errors),
+        'naive': statistics.fmean(abs(f.naive / f.row.step_seconds - 1) for f in forecasts),
+        'rank': rank_correlation(told, measured),
+        'inside': statistics.fmean(f.is_inside for f in forecasts),
+    }
