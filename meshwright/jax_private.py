@@ -243,7 +243,8 @@ def on_compile(compile_with: Callable[[Any, Any, Callable[[], Any]], Any]) -> Re
     kept: dict[Any, Any] = {}
 
     def compile_(self: Any, compiler_options: Any = None, **given: Any) -> Any:
-        options = tuple(sorted((compiler_options or {}).items())), tuple(sorted(given.items()))
+        known = {name: value for name, value in given.items() if value is not None}
+        options = tuple(sorted((compiler_options or {}).items())), tuple(sorted(known.items()))
         if (self, options) not in kept:
             kept[self, options] = compile_with(
                 self, options, lambda: original(self, compiler_options, **given)
