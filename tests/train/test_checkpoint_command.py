@@ -225,6 +225,7 @@ for format in ('orbax', 'meshwright', 'safetensors'):
 """
 
 
+@pytest.mark.long
 def test_a_disk_that_takes_no_more_is_one_line(tmp_path):
     """The limit is one of the system on the size of a file, which acts as a full disk does."""
     file = save(tmp_path / 'a.safetensors', w=np.ones((128, 128), np.float32), x=W)

@@ -123,6 +123,7 @@ SMALL = {
 }
 
 
+@pytest.mark.long
 def test_what_would_make_a_run_fit(forecast):
     """Data parallel, each device holds 8 B parameters with two moments: 96 GB, of 16.9 GB."""
     status, out, _ = forecast(

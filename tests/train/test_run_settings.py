@@ -29,6 +29,7 @@ def losses(model_dir):
 # The last step.
 
 
+@pytest.mark.long
 def test_relative_steps_count_from_the_step_that_a_run_starts_from(run, tmp_path, finished, capsys):
     directory = finished.copy(tmp_path / 'model', last_step=4)
     assert int(run(directory, total_steps=3, relative_steps=True).step) == 7

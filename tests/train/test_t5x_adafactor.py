@@ -282,6 +282,7 @@ def t5x_model():
 RUNS = [name for name in t5x_reference.facts('t5_1_1')['train'] if name != 'default']
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('name', RUNS)
 def test_ten_steps_equal_those_of_t5x(t5x_model, name):
     params, boxes, loss_and_gradients = t5x_model

@@ -65,6 +65,7 @@ def decoded(model, kind):
     return arrays[f'decode/step10/{kind}/tokens'], arrays[f'decode/step10/{kind}/scores']
 
 
+@pytest.mark.long
 def test_a_program_decodes_the_tokens_that_t5x_decoded(tmp_path):
     """With four beams; the number of rows is open."""
     beams = models.DecoderParams(return_all_decodes=True, num_decodes=4)

@@ -99,6 +99,7 @@ def test_pretraining_finetuning_and_evaluating(pretrain, load_t5x, tmp_path, cap
     assert sorted(p.name for p in output.iterdir()) == ['20', '25', 'config.gin']
 
 
+@pytest.mark.long
 def test_t5x_settings_equal_native_settings(pretrain, tmp_path, texts):
     """A run with T5X's settings equals a run with this trainer's own settings."""
     pretrain(tmp_path / 'theirs', 'RANDOM_SEED=3', 'trainer.Trainer.num_microbatches=1')
@@ -185,6 +186,7 @@ def test_actions_name_tasks_that_are_evaluated(pretrain, tmp_path):
         pretrain(tmp_path, binding, "trainer.TerminateOnNanAction.task='cuonts'")
 
 
+@pytest.mark.long
 def test_the_command_resumes_a_run_from_its_folder(pretrain, tmp_path, capsys, monkeypatch):
     pretrain(tmp_path, 'TRAIN_STEPS=2')
     gin.clear_config()
@@ -195,6 +197,7 @@ def test_the_command_resumes_a_run_from_its_folder(pretrain, tmp_path, capsys, m
     assert checkpoints(tmp_path) == [2, 3]
 
 
+@pytest.mark.long
 def test_parameters_of_another_size_are_not_restored(pretrain, load_t5x, tmp_path):
     pretrain(tmp_path / 'model', 'TRAIN_STEPS=1')
     path = f"INITIAL_CHECKPOINT_PATH='{tmp_path}/model/checkpoint_1'"

@@ -188,6 +188,7 @@ def test_an_encoder_decoder_on_a_mesh():
     assert 'all-gather(' not in text
 
 
+@pytest.mark.long
 def test_decoding_step_by_step():
     """Cached steps give the logits of whole rows, if experts take all tokens of these."""
     whole = encoder_decoder(dataclasses.replace(EXPERTS, dropless=True)).module
@@ -250,6 +251,7 @@ def test_a_decoder_trains():
     assert divide(metrics['experts/expert_usage']) > 0
 
 
+@pytest.mark.long
 def test_an_upcycled_checkpoint_of_t5x():
     """Copies of a dense MLP, with weights whose sum is 1, give the logits of T5X's dense model."""
 

@@ -49,6 +49,7 @@ def run_of_t5x(tmp_path):
     return folder
 
 
+@pytest.mark.long
 def test_ten_steps_from_a_checkpoint_of_t5x_are_those_of_t5x(run_of_t5x, capsys):
     before = {p: p.read_bytes() for p in run_of_t5x.rglob('*') if p.is_file()}
     train(settings(run_of_t5x))

@@ -100,6 +100,7 @@ def compare_squares(path, expected):
         np.testing.assert_allclose(squares, expected[name], rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.long
 def test_a_run_from_a_seed_is_the_run_of_t5x(tmp_path):
     """Ten steps, with dropout, and what is reported of them; and four after T5X's checkpoint."""
     facts = json.loads((t5x_reference.DATA / 'seed_run.json').read_text())

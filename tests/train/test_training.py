@@ -32,6 +32,7 @@ def test_the_model_learns(single_device_losses):
     assert single_device_losses[-1] < 0.8 * single_device_losses[0]
 
 
+@pytest.mark.long
 @pytest.mark.core
 def test_losses_do_not_depend_on_mesh_remat_and_microbatches(single_device_losses):
     run = Steps(1, 8, net=model(remat='dots'), microbatches=4)
@@ -97,6 +98,7 @@ def test_microbatches_sum_shards_of_gradients_as_the_optimizer_holds_them(single
     assert_same_losses(run, single_device_losses, steps=3)
 
 
+@pytest.mark.long
 def test_gradients_and_their_sums_in_bfloat16(single_device_losses):
     """The optimizer gets bfloat16, and keeps its state in float32."""
     seen, tx = [], Optimizer(transform=optax.adamw, learning_rate=3e-3).build()
