@@ -29,7 +29,7 @@ def replace_constraints(around: Surroundings) -> Iterator[tuple[float, Candidate
     """For each line with constraints, the layout that its array has elsewhere, or none."""
     sites = [(n, value) for n, value in around.constraints() if not _fits_dims(around, value)]
     for weight, value in sites:
-        if around.row_of_state(value) is not None:
+        if around.row_of_state(value) is not None or around.gathers_parameter(value):
             continue
         implied = around.implied(value)
         if implied != value.layout:
@@ -85,6 +85,7 @@ def rearrange_constraints(around: Surroundings, change: Change | None) -> Iterat
         value
         for value in sites
         if not _fits_dims(around, value) and around.row_of_state(value) is None
+        if not around.gathers_parameter(value)
     ]
     for value in sites[: None if change is not None else 1]:
         layout = value.layout or ()

@@ -165,6 +165,16 @@ class _Search:
         held = one.inputs[0].shard_bytes(sizes) - one.outputs[0].shard_bytes(sizes)
         line, around = _line(one), _line(loop)
         more = f', which holds {_HELD} more in the meantime' if held else ''
+        text = (
+            f'add up without the {one.name} of {line}, and write it after the loop at {around}, '
+            f'outside of what is differentiated there{more}'
+        )
+        if one.name == 'psum_invariant' and one.place.is_backward:  # jax has written it
+            names = ', '.join(map(repr, exchange_axes(one)))
+            text = (
+                f"write jax.lax.pcast(x, ({names},), to='varying') before the loop at {around} for "
+                f'the array x of {line}, so that jax sums its gradient once{more}'
+            )
         return self._made(
             one,
             saved=self._bytes(one) * (times - times // loop.times),
@@ -174,10 +184,7 @@ class _Search:
                 f'each of the {loop.times:,} iterations of the loop at {around} sums an array over '
                 f'{over(exchange_axes(one))}, and adds the sum to the one before'
             ),
-            text=(
-                f'add up without the {one.name} of {line}, and write it after the loop at '
-                f'{around}, outside of what is differentiated there{more}'
-            ),
+            text=text,
         )
 
     def _added(self, given: Value, returned: Value) -> Step | None:

@@ -97,7 +97,7 @@ def find_variants(
             *lay_out_parameters(around),
             *order_splits(around),
             *((0.7 * weight, one) for weight, one in add_constraints(around)),
-            *_of_causes(explanation),
+            *_of_causes(explanation, around),
         ]
         ranked.sort(key=lambda pair: -pair[0])
         ranked = [pair for pair in ranked if not _moves_rows_only(pair[1].change, around)]
@@ -139,11 +139,13 @@ def find_variants(
     )
 
 
-def _of_causes(explanation: Explanation) -> Iterator[tuple[float, Candidate]]:
+def _of_causes(explanation: Explanation, around: Surroundings) -> Iterator[tuple[float, Candidate]]:
     """The changes of the causes of the compiled exchanges."""
+    needed = {value.line for _, value in around.constraints() if around.gathers_parameter(value)}
     for collective, cause in explanation.collectives:
         for number, change in enumerate(cause.all_changes if cause else ()):
-            if isinstance(change, ConstraintChange | ConstraintRemoval):
+            is_constraint = isinstance(change, ConstraintChange | ConstraintRemoval)
+            if is_constraint and change.source not in needed:
                 yield collective.total_bytes / (2 + number), Candidate(change)
 
 

@@ -136,6 +136,18 @@ class Surroundings:
                     taken |= {*axes}
         return tuple(found)
 
+    def gathers_parameter(self, value: Value) -> bool:
+        """Whether a constraint makes a parameter whole along axes of the rows, for its use.
+
+        Its backward pass asks for a whole gradient. Formulas see a sum on all devices there, and
+        compilers scatter it.
+        """
+        row = self.rows.get(value.argument)
+        if row is None or row.role != 'parameters' or value.layout is None:
+            return False
+        lost = {a for axes in axes_of_row(row) for a in axes} - {a for o in value.layout for a in o}
+        return bool(lost) and lost <= {*self.rows_axes}
+
     def row_of_state(self, value: Value) -> PlanRow | None:
         """The array whose gradient or update a value is, if it has its shape and is laid out."""
         row = self.rows.get(value.gradient_of or value.update_of)
