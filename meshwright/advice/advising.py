@@ -78,14 +78,31 @@ def advise(
             variant = dataclasses.replace(
                 variant, candidate=dataclasses.replace(variant.candidate, keeps_layout=keeps)
             )
-        for n in matched:
+        near = [] if matched or variant.compiled is None else _nearest(left, pairs, variant)
+        for n in (*matched, *near):
             taken.add(n)
             c, cause = made[n]
             if cause is not None:
                 needed = n not in concerned and _is_needed(pairs[n][1], advised)
+                needed |= n in near
                 cause = _with_variant(cause, variant, advised, needed=needed)
                 made[n] = c, _of_constraint(cause, variant.change, explanation)
     return tuple(made)
+
+
+def _nearest(
+    left: Sequence[int],
+    pairs: Sequence[tuple[tuple[Collective, Cause | None], Evidence | None]],
+    variant: Variant,
+) -> list[int]:
+    """The exchange that tells of a compiled change which removes no exchange, but helps.
+
+    It is the largest one at the lines of the change, or else the largest one with a cause.
+    """
+    places = {*places_of(variant.change)}
+    told = [n for n in left if pairs[n][0][1] is not None]
+    here = [n for n in told if (e := pairs[n][1]) and places & {e.made_at, e.used_at}]
+    return (here or told)[:1]
 
 
 def _of_constraint(cause: Cause, change: Change, explanation: Explanation) -> Cause:

@@ -9,7 +9,7 @@ of it. The layout that it has before the gather can be written in out_shardings.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding
@@ -49,7 +49,7 @@ class GatheredResult(Told):
 
 
 def find_gathered_results(
-    call: TracedCall, explanation: Explanation, peak: int
+    call: TracedCall, explanation: Explanation, peak: int, returned: Sequence[str] = ()
 ) -> Iterator[GatheredResult]:
     """Finds the gathers of results whose out_shardings lack the mesh axes of the gather.
 
@@ -57,6 +57,7 @@ def find_gathered_results(
       call: the trace of the function.
       explanation: the causes of its exchanges.
       peak: the peak of its memory, in bytes.
+      returned: for each result, the path of the argument that it replaces; '' for others.
     """
     sends = sum(c.total_bytes for c, _ in explanation.collectives)
     groups: dict[tuple[str, str, Axes], list[tuple[int, float]]] = {}
@@ -72,14 +73,18 @@ def find_gathered_results(
         others = len({number for number, _ in found}) - 1
         more = f' and {others} more like it' if others else ''
         saved = sum(nbytes for _, nbytes in found)
+        path = returned[found[0][0]] if returned else ''
+        text = f'write {wanted} for {named}{more} in out_shardings'
+        if path:
+            text = f'lay out {path}{more} as {wanted}, as an argument and in out_shardings'
         yield GatheredResult(
             keys=frozenset((number, axes) for number, _ in found),
-            array=named,
+            array=path or named,
             why=(
                 f'out_shardings lay out {named}{more} as {stated}, and it is computed as {wanted}, '
                 f'so all devices along {over(axes)} get all of it'
             ),
-            change=CodeChange(source='', text=f'write {wanted} for {named}{more} in out_shardings'),
+            change=CodeChange(source='', text=text),
             effect=Effect(sent=(sends, sends - saved), peak=(peak, peak)),
         )
 

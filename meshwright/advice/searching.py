@@ -129,7 +129,7 @@ def find_variants(
         subject=subject,
         rows_axes=around.rows_axes,
         told=(
-            *find_gathered_results(call, explanation, base.peak),
+            *find_gathered_results(call, explanation, base.peak, subject.returned),
             *find_repeated(laid_out, base, sends, chip),
             *find_missing_specs(laid_out),
             *find_misfits(*known),

@@ -18,7 +18,7 @@ from meshwright.causes.layouts import axes_of_row
 from meshwright.causes.possible_changes import PossibleChanges
 from meshwright.jaxpr.naming import TracedValues
 from meshwright.jaxpr.primitives import CONSTRAINTS
-from meshwright.jaxpr.values import Axes, Value
+from meshwright.jaxpr.values import Axes, Dims, Value
 from partitioning.plan.rows import PlanRow
 
 REMOVED = 0.95  # the weight of leaving a constraint out: others may want it
@@ -119,7 +119,7 @@ class Surroundings:
         rows_axes, taken = self.rows_axes, set[str]()
         found: list[Axes] = [()] * len(value.shape)
         for is_row in (True, False):
-            for number, dim in enumerate(value.dims):
+            for number, dim in enumerate(_dims_of(value)):
                 row = self.rows.get(dim.argument) if dim else None
                 if dim is None or row is None or (row.role == 'other') != is_row:
                     continue
@@ -159,6 +159,14 @@ class Surroundings:
         """Whether the devices of a layout divide all dimensions."""
         pairs = zip(layout, shape, strict=True)
         return all(self.possible.layouts.divides(axes, size) for axes, size in pairs)
+
+
+def _dims_of(value: Value) -> Dims:
+    """The dimensions of a value; an array whose rows were put into another order keeps its own."""
+    given = value.operands[0] if value.operands else value
+    if value.primitive != 'gather' or given.shape != value.shape:
+        return value.dims
+    return tuple(own or before for own, before in zip(value.dims, given.dims, strict=True))
 
 
 def rearranged(layout: Layout) -> Iterator[Layout]:

@@ -37,16 +37,20 @@ def written_otherwise(value: Value, line: str, layouts: KnownLayouts) -> Iterato
     needed = _WHOLE.get('gather' if scatters else value.primitive)
     if needed is None or value.gradient_of or any(o.argument for o in value.operands[:1]):
         return
-    if value.primitive == 'gather' and not _picks_one_of_each_row(value):
+    if needed == _WHOLE['gather'] and not _picks_one_of_each_row(value):
         return  # A lookup in a table, for example: its result keeps the other dimensions.
     if needed != _RESIZED or any(_is_sharded(value, dim, layouts) for dim in _resized(value)):
         yield CodeChange(source=line, text=f'write {needed} at {line}')
 
 
 def _picks_one_of_each_row(value: Value) -> bool:
-    """Whether a gather takes one element of each row, as the logit of a target."""
-    (operand, *_) = value.operands or (value,)
-    return math.prod(value.shape) * operand.shape[-1] == math.prod(operand.shape)
+    """Whether a gather takes one element of each row, as the logit of a target.
+
+    The scatter of its gradient adds one element to each row.
+    """
+    operand, *others = value.operands or (value,)
+    picked = others[1] if value.primitive.startswith('scatter') and len(others) > 1 else value
+    return picked.size * operand.shape[-1] == operand.size
 
 
 def cast_late(value: Value, graph: ValueGraph, dtype: str) -> Iterator[CodeChange]:
@@ -91,9 +95,8 @@ def written_for(user: Value, value: Value, dim: int | None) -> Iterator[CodeChan
     elif dim is None or not user.operands:
         wanted = _picks_one_of_each_row(user)
     else:
-        wanted = user.operands[0].shape == value.shape and any(
-            d is not None and d == value.dims[dim] for d in user.contracted
-        )
+        wanted = _picks_one_of_each_row(user) and user.operands[0].shape == value.shape
+        wanted &= any(d is not None and d == value.dims[dim] for d in user.contracted)
     if wanted:
         yield CodeChange(source=line, text=f'write {needed} at {line}')
 

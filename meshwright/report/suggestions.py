@@ -25,7 +25,7 @@ SUGGESTED = 3  # so many are shown
 _MUCH = 0.02  # the share of what a device sends
 _ALIKE = ('whole shard_map', 'whole batch')  # devices compute the same
 _OF_CALLS = ('changed layout', 'changed type', 'weak type', 'not donated', 'callback', 'transfer')
-_UNKNOWN = 0.5  # the share of its exchanges that a change without figures may save
+_UNKNOWN = 0.25  # the share of its exchanges that a change without figures may save
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
