@@ -144,8 +144,9 @@ def _of_causes(explanation: Explanation, around: Surroundings) -> Iterator[tuple
     needed = {value.line for _, value in around.constraints() if around.gathers_parameter(value)}
     for collective, cause in explanation.collectives:
         for number, change in enumerate(cause.all_changes if cause else ()):
-            is_constraint = isinstance(change, ConstraintChange | ConstraintRemoval)
-            if is_constraint and change.source not in needed:
+            if not isinstance(change, ConstraintChange | ConstraintRemoval):
+                continue
+            if change.source not in needed:
                 yield collective.total_bytes / (2 + number), Candidate(change)
 
 
