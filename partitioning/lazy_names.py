@@ -41,7 +41,8 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
             value = getattr(importlib.import_module(modules[name]), name)
             setattr(sys.modules[package], name, value)
             return value
-        if (folder / name / '__init__.py').exists() or (folder / f'{name}.py').exists():
+        is_module = (folder / name / '__init__.py').exists() or (folder / f'{name}.py').exists()
+        if name and is_module:  # gin asks for the name ''
             return importlib.import_module(f'{package}.{name}')
         raise AttributeError(f'module {package!r} has no attribute {name!r}')
 

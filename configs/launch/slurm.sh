@@ -3,7 +3,7 @@
 # arguments of `meshwright train`; options of sbatch replace the lines below:
 #
 #   sbatch --nodes=4 --time=24:00:00 slurm.sh pretrain configs/models/8b.gin \
-#     --gin.TEXT="'/shared/corpus/*.zst'" --gin.MODEL_DIR="'/shared/runs/8b'"
+#     --gin.TEXT='/shared/corpus/*.zst' --gin.MODEL_DIR=/shared/runs/8b
 #
 # PROGRAM   the command on the nodes, such as .venv/bin/meshwright (meshwright)
 # RESTARTS  how often an interrupted run is put back into the queue (10)

@@ -2,7 +2,7 @@
 # Trains on all hosts of a Cloud TPU VM. It takes the arguments of `meshwright train`:
 #
 #   TPU=my-pod ZONE=us-east5-a ./tpu_vm.sh pretrain configs/models/8b.gin \
-#     --gin.TEXT="'gs://bucket/corpus/*.zst'" --gin.MODEL_DIR="'gs://bucket/runs/8b'"
+#     --gin.TEXT='gs://bucket/corpus/*.zst' --gin.MODEL_DIR=gs://bucket/runs/8b
 #
 # TPU       the name of the TPU VM
 # ZONE      its zone

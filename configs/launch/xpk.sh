@@ -4,7 +4,7 @@
 #
 #   CLUSTER=mine WORKLOAD=llm-8b TPU_TYPE=v5p-128 IMAGE=gcr.io/project/meshwright \
 #     ./xpk.sh pretrain configs/models/8b.gin \
-#     --gin.TEXT="'gs://bucket/corpus/*.zst'" --gin.MODEL_DIR="'gs://bucket/runs/8b'"
+#     --gin.TEXT='gs://bucket/corpus/*.zst' --gin.MODEL_DIR=gs://bucket/runs/8b
 #
 # CLUSTER   the cluster
 # WORKLOAD  a new name for this run

@@ -59,9 +59,10 @@ def test_the_help_of_a_command(capsys, name, words):
         (['train', 'quickstart', '--gin.TRAIN_STEP=1'], "Did you mean 'TRAIN_STEPS'?"),
         (['train', 'quickstart', '--profile_steps=1'], 'TrainConfig.profile_steps is 1: '),
         (['train'], 'no gin file: add --gin_file='),
+        (['train', 'quickstart', '--modeldir=3'], "no gin file uses the macro 'MODELDIR'. Did you"),
         (
-            ['train', '--modeldir=3'],
-            'flag --modeldir: settings are written --gin.NAME=value; see meshwright train --help',
+            ['train', '--modeldir'],
+            'flag --modeldir: settings are written --gin.NAME=value or --name=value; see meshwrigh',
         ),
         (['train', 'quickstart', '--gin.A.b=1'], "--gin.A.b=1: no configurable 'A'"),
         (['train', '--cpu_devices=0'], "argument --cpu_devices: '0' must be an integer >= 1"),

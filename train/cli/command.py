@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -43,7 +45,8 @@ _MANY: dict[str, Any] = {'action': 'append', 'default': [], 'metavar': '...'}
 _SWITCH: dict[str, Any] = {'action': 'store_true'}
 _FLAGS: dict[str, dict[str, Any]] = {
     'gin_file': _MANY | {'help': 'a gin file; later files override earlier ones'},
-    'gin_bindings': _MANY | {'help': 'overrides the files; --gin.NAME=value is its short form'},
+    'gin_bindings': _MANY
+    | {'help': 'overrides the files; short: --gin.NAME=value; --name=value sets the macro NAME'},
     'gin_search_paths': _MANY | {'help': 'folders with gin files, separated by commas'},
     'gin_allow': _MANY | {'help': 'your own packages that gin files may import'},
     'cpu_devices': {
@@ -105,18 +108,40 @@ class CommandParser(OneLineParser):
         for name, settings in _FLAGS.items():
             flags.add_argument(f'--{name}', **settings)
 
+    def _nearest(self, argument: str) -> str:
+        """The flag that a misspelled one is close to, or ''."""
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        name = argument.partition('=')[0]
+        return next(iter(difflib.get_close_matches(name, flags, n=1, cutoff=0.8)), '')
+
     def read(self, arguments: Iterable[str]) -> argparse.Namespace:
         """Returns the arguments and flags by name. An invalid one exits with one line."""
         short, long = '--gin.', '--gin_bindings='
         options, unknown = self.parse_known_intermixed_args(
             [long + a.removeprefix(short) if a.startswith(short) else a for a in arguments]
         )
+        # --model_dir=runs/two sets MODEL_DIR.
+        macros = [a for a in unknown if _is_macro_flag(a) and not self._nearest(a)]
+        options.gin_bindings = [*options.gin_bindings, *map(_as_macro, macros)]
+        unknown = [one for one in unknown if one not in macros]
         if unknown and unknown[0].startswith('-'):
             name = unknown[0].split('=')[0]
-            self.error(f'unknown flag {name}: settings are written --gin.NAME=value')
+            hint = self._nearest(name)
+            settings = 'settings are written --gin.NAME=value or --name=value'
+            self.error(f'unknown flag {name}: {f"did you mean {hint}?" if hint else settings}')
         elif unknown:
             self.error(f'one argument too many: {unknown[0]!r}')
         return options
+
+
+def _is_macro_flag(argument: str) -> bool:
+    name, equals, _ = argument.partition('=')
+    return bool(equals) and re.fullmatch('--[a-z][a-z0-9_]*', name) is not None
+
+
+def _as_macro(argument: str) -> str:
+    name, _, value = argument.removeprefix('--').partition('=')
+    return f'{name.upper()}={value}'
 
 
 def configure(options: argparse.Namespace, files: Sequence[str]) -> None:
@@ -149,7 +174,12 @@ def gin_settings(options: argparse.Namespace) -> tuple[list[str], list[str], lis
         [entry for value in values for entry in value.split(',') if entry]
         for values in (options.gin_search_paths, options.gin_allow)
     )
-    return options.gin_bindings, folders, packages
+    bindings = options.gin_bindings
+    if bindings:
+        from train.gin.parsing import quote_text
+
+        bindings = [quote_text(one) for one in bindings]
+    return bindings, folders, packages
 
 
 def _begin_output(address: ProcessAddress, folder: str | None) -> None:
@@ -198,7 +228,12 @@ def explain(error: Exception) -> str | None:
     if isinstance(error, TypeError) and 'In call to configurable' in str(error):
         missing = str(error).split('\n')[0].partition(' missing ')[2]
         name = str(error).partition("In call to configurable '")[2].partition("'")[0]
-        return f'{name} lacks {missing}: set each in a gin file' if missing else None
+        if missing:
+            return f'{name} lacks {missing}: set each in a gin file'
+        frames = traceback.extract_tb(error.__traceback__)
+        if frames and is_library_file(frames[-1].filename, ('optax',)):
+            return f'{name}: {first_line(error)}: one of its settings has a wrong type'
+        return None
     if isinstance(error, ModuleNotFoundError) and str(error.name).split('.')[0] in _OF_TRAINER:
         package = (error.name or '').partition('.')[0]
         return f"the trainer needs {package}: pip install 'meshwright[train]'"

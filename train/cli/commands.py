@@ -51,6 +51,11 @@ COMMANDS = {
         'look into checkpoints, compare, verify and convert them',
         'inspect runs/quickstart',
     ),
+    'configs': (
+        'configs.show_configs',
+        'list the shipped runs, models and layouts, or print one',
+        'pretrain',
+    ),
     'mesh': (
         'layouts.show_mesh',
         'draw the mesh of this machine, or of any other',

@@ -29,7 +29,7 @@ Says on which machines the model of a Hugging Face config.json can be trained fr
 which layout, and how long a step takes. Nothing is compiled: all figures are by formula.
 
   {prog} config.json --topology=v5e:4x4 --topology=v6e:8x8 --topology=h100:2x8 --batch_tokens=4M
-  {prog} Llama-3.1-8B --topology=v5p-128 --batch_tokens=1M --out=run.gin
+  {prog} Qwen/Qwen3-8B --topology=v5p-128 --batch_tokens=1M --out=run.gin
 
 --out writes the gin file of the fastest machine that fits, for `meshwright train` and `forecast`.
 The exit status is 0 if the model fits everywhere, 1 if it does not fit somewhere, 2 after an error.
@@ -39,7 +39,11 @@ The exit status is 0 if the model fits everywhere, 1 if it does not fit somewher
 def find_machines(arguments: Sequence[str], prog: str) -> int:
     """Runs `meshwright fits`, and returns its exit status."""
     parser = OneLineParser(prog, 'CONFIG --topology=TOPOLOGY [...]', _DESCRIPTION)
-    parser.add_argument('config', metavar='CONFIG', help='a config.json, or its folder')
+    parser.add_argument(
+        'config',
+        metavar='CONFIG',
+        help='a config.json, its folder, or the name of a model on the hub',
+    )
     add_topologies(parser)
     parser.add_argument(
         '--batch_tokens', default='4M', metavar='N', help='tokens in a batch; 4M is 4 * 2**20 (4M)'
@@ -125,7 +129,7 @@ def _show(
 
     fitting = [fit for fit in (*found, *smallest.values()) if fit is not None and fit.fits]
     best = min(fitting, key=lambda fit: fit.seconds or math.inf, default=None)
-    text = None if best is None else write_fit(model, best, lines)
+    text = None if best is None else write_fit(model, best, lines, options.out or 'run.gin')
     if options.out and text is not None:
         with os_errors_as(f'--out={options.out} cannot be written:'):
             Path(options.out).write_text(text, encoding='utf-8')
@@ -160,5 +164,5 @@ def _show(
     elif options.out:
         console.print(f'\nwrote {options.out}, the run on {best.machine}', soft_wrap=True)
     else:
-        console.print(f'\nthe gin file of the run on {best.machine}:\n')
+        console.print(f'\nthe gin file of the run on {best.machine}, to be saved as run.gin:\n')
         console.print(text, soft_wrap=True)

@@ -14,7 +14,7 @@ RUN is a run of this package, your own gin file, or the folder of an earlier run
 override earlier ones, and --gin.NAME=value overrides them all:
 
   {prog} quickstart
-  {prog} pretrain configs/models/1b.gin --gin.TEXT="'corpus/**/*.txt'"
+  {prog} pretrain configs/models/1b.gin --gin.TEXT='corpus/**/*.txt'
   {prog} runs/quickstart --gin.TRAIN_STEPS=500
 """
 _PRECOMPILE = """\
@@ -24,7 +24,7 @@ estimated computation and what its devices exchange to MODEL_DIR.
 With the run forecast, the machine is described and need not be here:
 
   {prog} pretrain configs/models/8b.gin configs/partitioning/fsdp_tensor.gin forecast \\
-    --gin.TOPOLOGY="'v5p:4x4x4'" --gin.BATCH_SIZE=128
+    --gin.TOPOLOGY=v5p:4x4x4 --gin.BATCH_SIZE=128
 """
 
 

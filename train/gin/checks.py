@@ -70,9 +70,12 @@ def check_names(
         if is_import(statement):
             resolver.add_import(statement)
         elif macro and statement.from_flag and macro not in used | defined:
-            raise ConfigError(
-                f'{statement.place}: no gin file uses the macro {macro!r}.{nearest(macro, used)}'
-            )
+            parameters = _parameters_called(macro, statements, resolver)
+            value = statement.place.partition('=')[2]
+            hint = nearest(macro, used)
+            if parameters:
+                hint = f' Write {" or ".join(f"--gin.{name}={value}" for name in parameters)}'
+            raise ConfigError(f'{statement.place}: no gin file uses the macro {macro!r}.{hint}')
         elif statement.is_binding:
             configurable = resolver.resolve(parsed.selector, statement)
             if configurable and not is_gone(configurable, parsed.arg_name, aliases):
@@ -91,6 +94,26 @@ def check_names(
     foreign = any(map(aliases.provides, modules))
     _check_scopes(statements, own_code=bool(allow), known=aliases.scopes if foreign else ())
     return resolver
+
+
+def _parameters_called(name: str, statements: Sequence[Statement], resolver: Resolver) -> list[str]:
+    """The parameters with a name, such as `TextFiles.holdout_percent`, of what a run configures.
+
+    `name` may be in capitals, as macros are.
+    """
+    written = {r.selector: s for s in statements for r in s.references if not r.is_macro}
+    written |= {s.parsed.selector: s for s in statements if s.is_binding}
+    found = list[str]()
+    for selector, statement in written.items():
+        configurable = resolver.resolve(selector, statement)
+        if configurable is None:
+            continue
+        try:
+            known = inspect.signature(configurable.wrapped).parameters
+        except (TypeError, ValueError):  # It is not written in Python.
+            continue
+        found += [f'{selector}.{one}' for one in (name, name.lower()) if one in known][:1]
+    return found
 
 
 def is_gone(configurable: Any, parameter: str, aliases: Aliases) -> str | None:

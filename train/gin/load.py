@@ -16,6 +16,7 @@ from train.gin import checks, parsing
 from train.gin.configurables import register_listed
 from train.gin.parsing import is_within, parse, read_statements
 from train.gin.selectors import NO_ALIASES, Aliases, Resolver, is_import
+from train.gin.types import check_types
 
 
 def load_config(
@@ -52,6 +53,7 @@ def configure(
     register_listed()
     checks.import_modules(statements, allow, aliases)
     resolver = checks.check_names(statements, allow, aliases)
+    check_types(statements, resolver)
     parsing.remember(statements)
     parsing.allow_packages(allow)
     for statement in statements:

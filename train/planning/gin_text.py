@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,12 +108,13 @@ def write_pretraining(
     ]
 
 
-def write_fit(model: FoundModel, fit: Fit, lines: Sequence[str]) -> str:
+def write_fit(model: FoundModel, fit: Fit, lines: Sequence[str], file: str = 'run.gin') -> str:
     """Returns the text of a gin file that trains a model with the settings of a fit.
 
     Args:
       fit: the settings, which have a forecast.
       lines: what `write_pretraining` has returned for the model.
+      file: where the text will be, for the commands in it.
     """
     assert fit.candidate is not None and fit.forecast is not None
     memory, time = fit.forecast.memory, fit.forecast.time
@@ -121,8 +123,8 @@ def write_fit(model: FoundModel, fit: Fit, lines: Sequence[str]) -> str:
         f'{model.kind} with {model.num_parameters:,} parameters, for {fit.machine}: '
         f'{bytes_str(memory.peak)} per device{step}, by forecast.',
         '',
-        '  meshwright train THIS_FILE --gin.TEXT="\'corpus/**/*.txt\'"',
-        f'  meshwright forecast THIS_FILE --topology={fit.machine}',
+        f"  meshwright train {shlex.quote(file)} --gin.TEXT='corpus/**/*.txt'",
+        f'  meshwright forecast {shlex.quote(file)} --topology={fit.machine}',
     ]
     comment = [f'# {line}'.rstrip() for line in head]
     of_fit = [*list_includes(fit.candidate), *list_bindings(fit.candidate, fit.sizes)]

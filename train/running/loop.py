@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -213,7 +214,7 @@ def report_results(run: Run, saved: Checkpoints, writers: Writers) -> None:
         return
     console.heading('next')
     if isinstance(objective, NextToken):
-        console.say(f"meshwright generate {directory} --prompt 'def '")
+        console.say(shlex.join(['meshwright', 'generate', str(directory), '--prompt', 'def ']))
     elif isinstance(objective, CanDecode):
-        console.say(f'meshwright predict {directory}')
-    console.say(f'meshwright eval {directory}')
+        console.say(shlex.join(['meshwright', 'predict', str(directory)]))
+    console.say(shlex.join(['meshwright', 'eval', str(directory)]))

@@ -19,7 +19,13 @@ from train.checkpoints.steps.manifest import (
     read_manifest,
 )
 from train.checkpoints.steps.record import TEMPORARY, has_record, read_record
-from train.checkpoints.steps.verifying import CheckedFiles, FoundStep, Status, list_differences
+from train.checkpoints.steps.verifying import (
+    CheckedFiles,
+    FoundStep,
+    Status,
+    convert_command,
+    list_differences,
+)
 from train.errors import ConfigError
 from train.paths import is_remote
 
@@ -150,8 +156,8 @@ def newest_step(
             if not needs_manifest:
                 return step
             raise ConfigError(
-                f'{found.reason}: an older version or another program wrote it. Convert it with '
-                f'`meshwright checkpoint convert`, or move it away'
+                f'{found.reason}: an older version or another program wrote it. Move it away, or '
+                f'write a copy that has one: {convert_command(path)}'
             )
         kept = '' if found.status == 'unfinished' else 'it is kept, and '
         say(f'{found.reason}: {kept}an older one is looked for')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
@@ -236,8 +237,8 @@ def verify(found: FoundStep, report: Callable[[int], None] = lambda size: None) 
         reasons = [found.reason] if found.status == 'damaged' else []
         if found.status == 'without a manifest':
             reasons = [
-                'it cannot be verified, because it has no checksums: `meshwright checkpoint '
-                f'convert {found.path} RUN --to=meshwright` writes a copy that has them'
+                'it cannot be verified, because it has no checksums; a copy has them, which this '
+                f'command writes: {convert_command(found.path)}'
             ]
         return Verified(found=found, status=found.status, reasons=reasons)
     sizes = find_files(found.path)
@@ -272,3 +273,10 @@ def all_good(results: Sequence[Verified]) -> bool:
     """
     statuses = {result.status for result in results}
     return 'good' in statuses and not statuses & {'damaged', 'without a manifest'}
+
+
+def convert_command(path: epath.Path) -> str:
+    """The command that writes a copy of a step, with checksums, next to its run."""
+    run = path.parent.parent if path.parent.name == 'checkpoints' else path.parent
+    command = ['meshwright', 'checkpoint', 'convert', str(path), f'{run}-converted']
+    return shlex.join([*command, '--to=meshwright'])

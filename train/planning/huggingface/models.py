@@ -34,6 +34,7 @@ from train.models.parameters import Parameter, list_parameters
 from train.models.t5 import T5
 from train.paths import as_path
 from train.planning.huggingface import gpt_like as gpt, llama_like as llama
+from train.planning.huggingface.hub import is_hub_name, read_config_of_hub
 
 # Kinds of scaling of rotary positions that our models have.
 _SCALINGS = ('default', 'linear', 'llama3')
@@ -169,13 +170,15 @@ def find_model(path: str, **settings: Any) -> FoundModel:
     """Reads a `config.json`.
 
     Args:
-      path: the file, or the folder that has it.
+      path: the file, or the folder that has it; or the name of a model on the hub.
       **settings: settings of our model that the file does not have, such as `dtype`.
 
     Raises:
       ConfigError: if the file cannot be read, or if our models have no such architecture.
     """
-    file = as_path('config.json', path)
+    file = as_path('CONFIG', path)
+    if not file.exists() and is_hub_name(path):
+        return read_model(read_config_of_hub(path), **settings)
     return read_model(read_config_file(file / FILE if file.is_dir() else file), **settings)
 
 
