@@ -1,4 +1,4 @@
-"""What processes of a healthy run tell one another, for one whose machine is not here."""
+"""What processes of a healthy run tell one another, for one whose machine is only described."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Script:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """What a script did on a machine that is not here.
+    """What a script did on a machine that is only described.
 
     Attributes:
       functions: the functions that it compiled for the machine, in this order.

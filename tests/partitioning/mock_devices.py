@@ -1,4 +1,4 @@
-"""Mock devices of machines that are not here, numbered like T5X's test devices."""
+"""Mock devices of described machines, numbered like T5X's test devices."""
 
 import dataclasses
 import math

@@ -112,7 +112,7 @@ class RestoreConfig:
     Attributes:
       path: in mode 'specific', one checkpoint, `<model_dir>/checkpoints/<step>`; in mode 'latest',
         the folder of a run or of its checkpoints; the newest complete checkpoint is restored. In
-        both, it can be a folder of safetensors, such as a model of Hugging Face. A run takes its
+        both, it can be a folder of safetensors, such as a Hugging Face model. A run takes its
         parameters, and begins at step 0.
       mode: 'latest' or 'specific'.
       renames: pairs of a regular expression, which must match the whole path of an array of this

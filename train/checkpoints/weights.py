@@ -20,14 +20,14 @@ OTHERS = ('step', 'opt_state', AVERAGES)
 
 
 def is_weights(path: epath.Path) -> bool:
-    """Whether a path is a model of Hugging Face, or another folder of safetensors."""
+    """Whether a path is a Hugging Face model, or another folder of safetensors."""
     return has_safetensors(path) or (path / config_json.FILE).exists()
 
 
 class Weights(CheckpointReader):
     """A folder of safetensors, as a checkpoint of step 0 that has only parameters.
 
-    With a `config.json`, it is a model of Hugging Face, and its arrays get our names. Otherwise,
+    With a `config.json`, it is a Hugging Face model, and its arrays get our names. Otherwise,
     they have them already. Floating-point arrays are converted to the dtype in which the run
     trains, because files often have bfloat16.
     """

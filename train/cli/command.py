@@ -66,7 +66,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     'watchdog_seconds': _seconds('a process may keep others waiting without progress (120)'),
     'log_dir': {
         'metavar': 'DIR',
-        'help': "where several processes put what C++ prints (the system's temporary folder)",
+        'help': "for the output of C++ libraries (the system's temporary folder)",
     },
     'traceback': _SWITCH | {'help': 'show the traceback of every error'},
 }
@@ -183,7 +183,7 @@ def gin_settings(options: argparse.Namespace) -> tuple[list[str], list[str], lis
 
 
 def _begin_output(address: ProcessAddress, folder: str | None) -> None:
-    """Prefixes the lines of a process of several, and sends what C++ prints to a file."""
+    """Prefixes the lines of a process of several, and sends the output of C++ libraries to a file."""
     try:
         file = output.begin(address.process_index, folder)
     except OSError as error:  # without --log_dir, only the name of the file says where it is

@@ -32,7 +32,7 @@ COMMANDS = {
     ),
     'fits': (
         'fitting.find_machines',
-        'say on which machines a model of Hugging Face can be trained',
+        'say on which machines a Hugging Face model can be trained',
         'config.json --topology=v5e:4x4',
     ),
     'eval': ('scoring.evaluate', 'score a run on held-out data', 'runs/quickstart'),

@@ -1,4 +1,4 @@
-"""`meshwright fits`: on which machines a model of Hugging Face can be trained, and how fast."""
+"""`meshwright fits`: on which machines a Hugging Face model can be trained, and how fast."""
 
 from __future__ import annotations
 

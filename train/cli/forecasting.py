@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from train.planning.machines import Machine
 
 _DESCRIPTION = """\
-Says whether the train step of a run fits into the memory of machines that are not here, what its
+Says whether the train step of a run fits into the memory of machines that you do not have, what its
 devices exchange, and how long a step takes. No data is opened, and nothing is trained:
 
   {prog} pretrain configs/models/8b.gin configs/partitioning/fsdp.gin --topology=v5p:4x4x4

@@ -129,7 +129,7 @@ def _make_parser(prog: str) -> OneLineParser:
         metavar='S',
         help='how long the others may take to end after a failure (5)',
     )
-    add('--log_dir', metavar='DIR', help="for what C++ prints (the system's temporary folder)")
+    add('--log_dir', metavar='DIR', help="for the output of C++ libraries (the system's temporary folder)")
     parser.add_traceback()
     return parser
 

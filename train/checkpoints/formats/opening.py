@@ -23,7 +23,7 @@ from train.errors import ConfigError, first_line
 Format = Literal['meshwright', 't5x', 'orbax', 'safetensors', 'huggingface']
 UNDERSTOOD = (
     'a step or the folder of a run, a checkpoint of T5X or Orbax, safetensors, or the folder of a '
-    'model of Hugging Face'
+    'Hugging Face model'
 )
 STEP_NAME = re.compile(r'(?:checkpoint_)?(0|[1-9]\d*)')
 

@@ -1,4 +1,4 @@
-"""The architectures of Hugging Face that the models here compute, by the `model_type` they have.
+"""The Hugging Face architectures that the models here compute, by the `model_type` they have.
 
 To add one, write its row: its table of arrays, and its settings in both directions.
 """
@@ -130,7 +130,7 @@ def describe_model(model: ModelConfig) -> tuple[str, dict[str, Any]]:
             closest = name, lacking
     has = ', '.join(f'{name} = {getattr(model, name)!r}' for name in closest[1])
     raise ConfigError(
-        f'no known model of Hugging Face computes what this one does: {closest[0] or "none"} comes '
+        f'no known Hugging Face model computes what this one does: {closest[0] or "none"} comes '
         f'closest, and cannot have {has}'
     )
 

@@ -1,4 +1,4 @@
-"""Reads `config.json`, the settings of a model of Hugging Face."""
+"""Reads `config.json`, the settings of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def read_config(folder: epath.Path) -> ConfigJson:
                 f'{folder} is an adapter, not a model: merge it into its model with '
                 'model.merge_and_unload(), and save that'
             )
-        raise ConfigError(f'{folder} has no {FILE}: a model of Hugging Face has one')
+        raise ConfigError(f'{folder} has no {FILE}: a Hugging Face model has one')
     config = read_config_file(file)
     quantized = config.get('quantization_config')
     if quantized is not None:

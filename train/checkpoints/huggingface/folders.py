@@ -1,4 +1,4 @@
-"""What a folder of Hugging Face has for a run: a model, its weights, and its tokenizer."""
+"""What a Hugging Face folder has for a run: a model, its weights, and its tokenizer."""
 
 from __future__ import annotations
 

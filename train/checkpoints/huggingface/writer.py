@@ -92,7 +92,7 @@ def plan_model(
     like: epath.Path | None = None,
     dtype: str | None = None,
 ) -> PlannedModel:
-    """Finds out how our parameters become a model of Hugging Face. No array is read.
+    """Finds out how our parameters become a Hugging Face model. No array is read.
 
     Args:
       arrays: our parameters by name, below 'params/'. Other arrays are left out.

@@ -40,7 +40,7 @@ class Conversion:
       folder: the folder or the step that is written. It does not exist yet.
       tree: the tree of their names for Orbax.
       lost: what the source has and the result does not, one entry for each kind of thing.
-      model: the model of Hugging Face that is written, if that is the format.
+      model: the Hugging Face model that is written, if that is the format.
     """
 
     source: Checkpoint

@@ -147,7 +147,7 @@ class SentencePieceTokenizer(FileTokenizer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HuggingFaceTokenizer(FileTokenizer):
-    """A tokenizer.json file of Hugging Face. Needs the package tokenizers.
+    """A Hugging Face tokenizer.json file. Needs the package tokenizers.
 
     Attributes:
       separator_token: the token between documents, such as '</s>'. By default, the first of

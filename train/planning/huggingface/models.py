@@ -1,4 +1,4 @@
-"""The model that a `config.json` of Hugging Face describes, as one of our models.
+"""The model that a Hugging Face `config.json` describes, as one of our models.
 
 `train.checkpoints.huggingface` has the architectures that our models compute exactly. `SIMILAR` has
 those with the same matrices as our model, and so nearly the same memory and time. Each row says
@@ -139,7 +139,7 @@ SIMILAR = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FoundModel:
-    """A model of Hugging Face, as one of ours.
+    """A Hugging Face model, as one of ours.
 
     Attributes:
       kind: its `model_type`.
@@ -183,7 +183,7 @@ def find_model(path: str, **settings: Any) -> FoundModel:
 
 
 def read_model(config: ConfigJson, **settings: Any) -> FoundModel:
-    """Finds our model for the settings of a model of Hugging Face; see `find_model`."""
+    """Finds our model for the settings of a Hugging Face model; see `find_model`."""
     config, differs = _text_model(config)
     kind = _find_kind(config)
     config, simpler = _without_details(config, kind)
