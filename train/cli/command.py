@@ -183,7 +183,7 @@ def gin_settings(options: argparse.Namespace) -> tuple[list[str], list[str], lis
 
 
 def _begin_output(address: ProcessAddress, folder: str | None) -> None:
-    """Prefixes the lines of a process of several, and sends the output of C++ libraries to a file."""
+    """Prefixes the lines of a process, and sends the output of C++ libraries to a file."""
     try:
         file = output.begin(address.process_index, folder)
     except OSError as error:  # without --log_dir, only the name of the file says where it is

@@ -129,7 +129,11 @@ def _make_parser(prog: str) -> OneLineParser:
         metavar='S',
         help='how long the others may take to end after a failure (5)',
     )
-    add('--log_dir', metavar='DIR', help="for the output of C++ libraries (the system's temporary folder)")
+    add(
+        '--log_dir',
+        metavar='DIR',
+        help='for output of C++ libraries (the temporary folder of the system)',
+    )
     parser.add_traceback()
     return parser
 
