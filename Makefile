@@ -1,4 +1,4 @@
-# make quickstart   train a small language model on this machine, from nothing
+# make quickstart   train a small language model on this machine, from scratch
 # make test         lint, type-check and test
 # make test-long    the tests of tens of seconds each: notebooks, compilers, runs from start to end
 # make test-processes  faults of several processes, by name and at random (an hour)

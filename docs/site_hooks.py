@@ -16,6 +16,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = {'changelog.md': 'CHANGELOG.md'} | {
     f'notebooks/{path.stem}.md': f'notebooks/{path.name}' for path in ROOT.glob('notebooks/*.ipynb')
 }
+PAGES |= {
+    f'measurements/{path.name}': f'benchmarks/results/{path.name}'
+    for path in ROOT.glob('benchmarks/results/*.md')
+}
 PICTURES = {uri: uri for uri in ['notebooks/mesh_v5e_16x16.png']}
 # The pages that show a file of the repository, including those that show its sections.
 SITE = {path: uri for uri, path in (PAGES | PICTURES).items()} | {

@@ -59,7 +59,7 @@ class _PrefixedStream(io.TextIOBase):
 
 
 def begin(index: int, folder: str | os.PathLike[str] | None = None) -> Path:
-    """Prefixes what Python prints, and sends the output of C++ libraries to a file, which is returned.
+    """Prefixes what Python prints, and sends the output of C++ libraries to the file it returns.
 
     Args:
       index: the index of this process.
