@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -47,6 +48,8 @@ _STEPS = 9000  # the steps of all estimates together
 _FEWEST, _MOST = 6, 30  # estimates
 _LAID_OUT = 0.05  # the share of the bytes that another layout of a parameter has to save
 _SENT, _HELD = 0.98, 1.01  # the share of the bytes that a change may leave
+_UNNEEDED = 1.5  # how often more than by formula a program sends, if layouts do not fit
+_LESS, _COMPILED = 0.8, 3  # then, layouts with less of it are compiled, and how many
 _JOINED = 1.25  # two changes are kept together if they save this many times more
 _CHECKED = 4  # changes that are estimated together with the best one
 _KEPT = 1.1  # the weight of a change that keeps the layout of the parameters
@@ -125,7 +128,9 @@ def find_variants(
         variants=tuple(variants),
         missing_rows=missing_rows,
         experts=tuple(one for one in experts if tried.get(str(one.change)) is None),
-        pins=() if AxisType.Explicit in mesh.axis_types else find_pins(around, explanation),
+        pins=()
+        if AxisType.Explicit in mesh.axis_types
+        else (*find_pins(around, explanation), *_other_layouts(around, base, sends, estimate)),
         subject=subject,
         rows_axes=around.rows_axes,
         told=(
@@ -137,6 +142,26 @@ def find_variants(
         ),
         sends=sends,
     )
+
+
+def _other_layouts(
+    around: Surroundings,
+    base: Estimate,
+    sends: float,
+    estimate: Callable[[Change], Estimate | None],
+) -> Iterator[Candidate]:
+    """Layouts of parameters with which a function sends less by formula than it does as compiled.
+
+    Formulas see what layouts need. A compiler may send far more where they do not fit each other.
+    """
+    if sends <= _UNNEEDED * base.sent or AxisType.Explicit in around.subject.mesh.axis_types:
+        return
+    ranked = sorted(lay_out_parameters(around), key=lambda pair: -pair[0])
+    for _, candidate in ranked[:_COMPILED]:
+        with contextlib.suppress(ValueError):  # the function cannot be edited
+            made = estimate(candidate.change)
+            if made is not None and made.sent < _LESS * sends and made.flops <= _HELD * base.flops:
+                yield candidate
 
 
 def _of_causes(explanation: Explanation, around: Surroundings) -> Iterator[tuple[float, Candidate]]:

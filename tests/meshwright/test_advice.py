@@ -154,9 +154,9 @@ def test_changes_are_not_tried_unless_asked_and_say_so():
 
 def test_a_change_that_does_not_help_is_not_shown(monkeypatch):
     """As if the compiler made the same program again."""
-    monkeypatch.setattr(
-        'meshwright.advice.searching.with_change', lambda subject, change: subject.call
-    )
+    for room in ('searching', 'confirming'):
+        target = f'meshwright.advice.{room}.with_change'
+        monkeypatch.setattr(target, lambda subject, change: subject.call)
     made = ask(hidden=('model', 'data'), confirm=True)
     assert not advice(made) and not any(cause.avoidable for _, cause in made.collectives)
 
