@@ -105,6 +105,12 @@ def main() -> None:
     parser.add_argument('--rows', metavar='FILE', help='forecast the rows from their own programs')
     parser.add_argument('--programs', metavar='DIR', help='the folder that has the package maxtext')
     parser.add_argument('--python', help='the Python that has what the programs need (this one)')
+    parser.add_argument(
+        '--mode',
+        choices=('early', 'whole', 'traced'),
+        default='early',
+        help='end own programs early: before code is generated (early), not, or before compiling',
+    )
     parser.add_argument('--again', action='store_true', help='run those again that failed')
     options = parser.parse_args()
     if options.rows or options.programs:
@@ -132,7 +138,7 @@ def forecast_own(options: argparse.Namespace) -> None:
     chosen = parse_names(options.only, [row.name for row in rows], 'row')
     rows = [row for row in rows if row.name in chosen]
     if options.programs:
-        programs = Programs(Path(options.programs), options.python or sys.executable)
+        programs = Programs(Path(options.programs), options.python or sys.executable, options.mode)
         run_own(rows, programs, again=options.again)
     print_own(*forecast_rows(rows))
 

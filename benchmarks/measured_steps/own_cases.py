@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from meshwright.program.collectives import MeshAxes
-from meshwright.program.costs import costs_of_text
+from meshwright.program.costs import costs_of_text, mesh_axes
 from meshwright.report.plain_values import from_plain
-from meshwright.time import KernelWork, Work, describe_machine, estimate_step_time
+from meshwright.time import KernelWork, Machine, Work, describe_machine, estimate_step_time
 from meshwright.time.layers import Layers
 from meshwright.time.step_model import StepTime
 from partitioning.hardware import CHIPS, describe_topology
@@ -77,9 +76,11 @@ def forecast_rows(
         if isinstance(found, str):
             reasons[row.name] = found
             continue
-        machine = _machine_of(row, found)
+        mesh = mesh_of(found)
+        machine = _machine_of(row, mesh)
         text = read_text(found) if found['memory'] else ''
-        compiled = estimate_step_time(read_stored_work(found, text), machine) if text else None
+        work = read_stored_work(found, text, mesh) if text else None
+        compiled = estimate_step_time(work, machine) if work else None
         traced = estimate_step_time(from_plain(Work, found['work'], 'work'), machine)
         naive = naive_forecast(row, rows)
         forecasts.append(
@@ -88,11 +89,18 @@ def forecast_rows(
     return forecasts, reasons
 
 
-def read_stored_work(found: Mapping[str, Any], text: str) -> Work:
+def mesh_of(found: Mapping[str, Any]) -> Mesh:
+    """The mesh that a stored program was compiled for."""
+    name, slices = split_slices(found['topology'])
+    devices = {d.id: d for d in describe_topology(name, num_slices=slices).devices}
+    order = np.array([devices[i] for i in found['device_ids']], dtype=object)
+    return Mesh(order.reshape(tuple(found['mesh'].values())), tuple(found['mesh']))
+
+
+def read_stored_work(found: Mapping[str, Any], text: str, mesh: Mesh) -> Work:
     """The work of a device in a stored program, as `read_work` reads it from a compiled one."""
     chip = CHIPS[found['chip']]
-    axes = MeshAxes(sizes=found['mesh'], slices=found['slices'])
-    costs = costs_of_text(text, mesh=axes, chip=chip.name)
+    costs = costs_of_text(text, mesh=mesh_axes(mesh), chip=chip.name)
     products = sum(o.cycles for o in costs.operations if o.kind == 'matmul')
     clock = chip.clock_hz if costs.cycles else None
     of_groups = found['group_flops'] / chip.peak_flops_per_device
@@ -110,11 +118,7 @@ def read_stored_work(found: Mapping[str, Any], text: str) -> Work:
     )
 
 
-def _machine_of(row: MeasuredRow, found: Mapping[str, Any]) -> Any:
-    name, slices = split_slices(found['topology'])
-    devices = {d.id: d for d in describe_topology(name, num_slices=slices).devices}
-    order = np.array([devices[i] for i in found['device_ids']], dtype=object)
-    mesh = Mesh(order.reshape(tuple(found['mesh'].values())), tuple(found['mesh']))
+def _machine_of(row: MeasuredRow, mesh: Mesh) -> Machine:
     machine = describe_machine(mesh)
     assert machine is not None
     bandwidth = network_bandwidth_of(row)

@@ -45,13 +45,14 @@ class Programs:
     Attributes:
       source: the folder with the package `maxtext`, such as `maxtext/src`.
       python: the Python that has what the programs need.
-      early: whether the compiler is ended before it generates code for TPUs, which takes most of
-        the time. There are no estimated cycles then.
+      mode: 'whole' compiles as `meshwright dry` does. With 'early', the compiler is ended before it
+        generates code for TPUs, which takes most of the time; there are no estimated cycles then.
+        With 'traced', nothing is compiled.
     """
 
     source: Path
     python: str = sys.executable
-    early: bool = True
+    mode: str = 'early'
 
     def command_of(self, row: MeasuredRow) -> Command | str:
         """The command of a row, or why there is none.
@@ -62,6 +63,11 @@ class Programs:
         if given is None:
             return command_of(row, self.source_of(row).absolute() / 'maxtext')
         return start_of(row, tuple(map(str, given)))
+
+    def mode_of(self, command: Command) -> str:
+        """The mode for a command: programs for GPUs are never ended early."""
+        on_tpus = command.variable == 'LIBTPU_INIT_ARGS'
+        return 'whole' if self.mode == 'early' and not on_tpus else self.mode
 
     def source_of(self, row: MeasuredRow) -> Path:
         """The folder of the code of a row: its entry 'path', or the folder of all."""
@@ -114,7 +120,9 @@ def _run_once(row: MeasuredRow, command: Command, programs: Programs) -> str:
     """Dry-runs a program unless another row has the same one; returns why it has no record."""
     path = STORE / _COMMANDS
     known: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
-    digest = hashlib.sha256(repr(command).encode()).hexdigest()
+    kind = programs.mode_of(command)
+    same = dataclasses.replace(command, flags={}) if kind == 'traced' else command
+    digest = hashlib.sha256(repr((same, kind)).encode()).hexdigest()
     other = known.get(digest)
     if other is not None and (STORE / f'{other}{_RECORD}').exists():
         (STORE / f'{row.name}{_RECORD}').write_text(json.dumps({_SAME: other}) + '\n')
@@ -130,9 +138,9 @@ def _run(row: MeasuredRow, command: Command, programs: Programs) -> str:
     path = [str(programs.source_of(row).absolute()), str(_REPOSITORY)]
     path.append(os.environ.get('PYTHONPATH', ''))
     environment = {'PYTHONPATH': os.pathsep.join(filter(None, path))}
-    early = ['early'] * (programs.early and command.variable == 'LIBTPU_INIT_ARGS')
     target = str((STORE / row.name).absolute())
-    full = [command.topology, target, *early, '--', 'python', *command.arguments]
+    mode = programs.mode_of(command)
+    full = [command.topology, target, mode, '--', 'python', *command.arguments]
     while True:
         said = start(programs.python, full, environment | {command.variable: ' '.join(flags)})
         named = _DISABLE.search(said)

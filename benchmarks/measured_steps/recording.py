@@ -1,13 +1,14 @@
 """Dry-runs a script, and stores what the compiler says about its largest training step.
 
-    python -m benchmarks.measured_steps.recording TOPOLOGY STORE/NAME [early] -- python -m module
+    python -m benchmarks.measured_steps.recording TOPOLOGY STORE/NAME MODE -- python -m module
 
 It is `meshwright dry`, with a record in place of a report. The record is two files: NAME.json, with
 the forecast and all that is counted in the traced step, and NAME.hlo.txt.gz, the compiled text. A
 step that does not fit has no text.
 
-With `early`, the process ends before the compiler of TPUs generates code, which takes most of the
-time, see `early`. The text has no estimated cycles then.
+The mode 'whole' is what `meshwright dry` does. With 'early', the process ends before the compiler
+of TPUs generates code, which takes most of the time, see `early`; the text has no estimated cycles
+then. With 'traced', it ends before the step is compiled, and everything is by formula.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import traceback
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
@@ -48,26 +49,28 @@ from partitioning.products.flops import count_jaxpr_flops
 
 from .early import ask_for_text, compile_until_scheduled
 
+Mode = Literal['whole', 'early', 'traced']
+
 RECORD, TEXT = '.json', '.hlo.txt.gz'
 _PACKAGES = ('jax', 'jaxlib', 'libtpu', 'jax-cuda13-plugin', 'flax')
 
 
-def record_script(topology: str, path: Path, arguments: Sequence[str], early: bool = False) -> str:
+def record_script(topology: str, path: Path, arguments: Sequence[str], mode: Mode) -> str:
     """Dry-runs a script, and stores the record of its largest training step.
 
     Args:
       topology: the machine, such as '2xv6e:16x16'.
       path: the files to write, without their ending.
       arguments: '--', and the command of the script.
-      early: whether to end this process when the text of the first training step is known.
+      mode: 'early' and 'traced' end this process at the first training step.
 
     Returns:
       Why there is no record, in one line; '' if there is one.
     """
     # The flags were tried by the campaign.
     _, script = check([topology, *arguments], 'recording')
-    if early:
-        _end_early(topology, path)
+    if mode != 'whole':
+        _end_early(topology, path, mode)
     name, slices = split_slices(topology)
     machine = Machine(topology=describe_topology(name, num_slices=slices), process=None)
     run = run_script(machine, Script(**script), steps=1)
@@ -85,9 +88,9 @@ def record_script(topology: str, path: Path, arguments: Sequence[str], early: bo
     return ''
 
 
-def _end_early(topology: str, path: Path) -> None:
-    """Ends this process when the first training step of a script is scheduled."""
-    folder = ask_for_text('step|train|update')
+def _end_early(topology: str, path: Path, mode: Mode) -> None:
+    """Ends this process when the first training step of a script is scheduled, or traced."""
+    folder = ask_for_text('step|train|update') if mode == 'early' else Path()
     original = Compiling._compile
 
     def compile_early(self: Any, computation: Any, options: Any, compile_now: Any) -> Any:
@@ -106,12 +109,17 @@ def _end_early(topology: str, path: Path) -> None:
         if step.flops and step.trains:
             started = time.process_time()
 
-            def finish(text: str, memory: dict[str, int]) -> None:
+            def finish(text: str, memory: dict[str, int] | None) -> None:
                 seconds = {'compile': time.process_time() - started}
-                found = describe(step) | {'ending': 'early', 'memory': memory}
-                found['fits'] = memory['peak'] <= found['memory_limit']
+                found = describe(step) | {'ending': mode, 'memory': memory}
+                peak = memory['peak'] if memory else found['peak_by_formula']
+                found['fits'] = peak <= found['memory_limit']
                 _store(topology, path, found, seconds, text)
                 print('recording: stored', file=sys.stderr, flush=True)
+
+            if mode == 'traced':
+                finish('', None)
+                os._exit(0)
 
             def until_scheduled() -> Any:
                 module = f'jit_{step.name}'
@@ -211,10 +219,9 @@ def _version(package: str) -> str | None:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    topology, path, *rest = arguments
-    early = rest[:1] == ['early']
+    topology, path, mode, *rest = arguments
     try:
-        why = record_script(topology, Path(path).absolute(), rest[early:], early)
+        why = record_script(topology, Path(path).absolute(), rest, cast(Mode, mode))
     except Exception as error:
         traceback.print_exc()
         why = _first_line(error)

@@ -7,6 +7,7 @@ instruction per line, except that the metadata of kernels can span several lines
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ _ORDER = re.compile(r'\{([\d,]*)')
 _TILE = re.compile(r'T\(([\d,]+)\)')
 _SPACE = re.compile(r'S\((\d+)\)')
 _BRACKETS = re.compile(r'[()]')
+_SEPARATORS = re.compile(r'[(\[{}\]),]')
 _TYPE = re.compile(r'\w+\[[^\]]*\](?:\{[^}]*\})?')
 
 
@@ -69,6 +71,7 @@ class Instruction(NamedTuple):
       literal: the value of a constant or the number of a parameter, and '' for others.
       attributes: everything after the operands, as text.
       is_root: whether its result is the result of the computation.
+      elements: the arrays of each element of its result, if that is a tuple.
     """
 
     name: str
@@ -78,6 +81,7 @@ class Instruction(NamedTuple):
     literal: str
     attributes: str
     is_root: bool
+    elements: tuple[tuple[ArrayType, ...], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -170,7 +174,9 @@ def parse_hlo(text: str) -> HloProgram:
         elif _INSTRUCTION.match(line):
             try:
                 instruction = _parse_instruction(line)
-            except (IndexError, ValueError) as error:
+                if '#' in line:
+                    instructions |= _parts_of_tuples(instruction, instructions)
+            except (IndexError, KeyError, ValueError) as error:
                 raise ValueError(f'the text is cut off in {line.strip()[:60]!r}') from error
             instructions[instruction.name] = instruction
     if name:
@@ -212,14 +218,47 @@ def _parse_instruction(line: str) -> Instruction:
     assert start is not None
     position = start.end()
     end = _closing(line, position) if line[position] == '(' else line.index(' ', position)
-    outputs = tuple(_parse_arrays(line[position:end]))
+    elements = tuple(map(tuple, map(_parse_arrays, _split(line[position:end]))))
+    outputs = tuple(itertools.chain.from_iterable(elements))
     opening = line.index('(', end)
     closing = _closing(line, opening)
     opcode, arguments = line[end:opening].strip(), line[opening + 1 : closing - 1]
     literal = arguments if opcode in ('constant', 'parameter') else ''
     operands = () if literal else _operand_names(arguments)
     attributes, is_root = line[closing:], bool(start[1])
-    return Instruction(start[2], opcode, outputs, operands, literal, attributes, is_root)
+    return Instruction(start[2], opcode, outputs, operands, literal, attributes, is_root, elements)
+
+
+def _split(kind: str) -> Iterator[str]:
+    """The types of the elements of a tuple, or the type of anything else."""
+    if not kind.startswith('('):
+        yield kind
+        return
+    begin, depth = 1, 0
+    for mark in _SEPARATORS.finditer(kind):
+        depth += {',': 0}.get(mark[0], 1 if mark[0] in '([{' else -1)
+        if (mark[0] == ',' and depth == 1) or not depth:
+            yield kind[begin : mark.start()]
+            begin = mark.end()
+
+
+def _parts_of_tuples(
+    instruction: Instruction, known: Mapping[str, Instruction]
+) -> dict[str, Instruction]:
+    """The instructions that `get-tuple-element` would be in a text that writes `%loop#3` for them.
+
+    Dumps of compilers do, and `as_text()` does not.
+    """
+    parts = {}
+    for name in instruction.operands:
+        whole, mark, number = name.partition('#')
+        if not mark or name in known:
+            continue
+        arrays = known[whole].elements[int(number)]
+        parts[name] = Instruction(
+            name, 'get-tuple-element', arrays, (whole,), '', f', index={number}', False, (arrays,)
+        )
+    return parts
 
 
 def _closing(line: str, opening: int) -> int:
@@ -265,7 +304,7 @@ def _bits(dtype: str) -> int:
 def _operand_names(text: str) -> tuple[str, ...]:
     """The names in a list of operands, which may have types before them."""
     if '%' in text:
-        return tuple(re.findall(r'%([\w.\-]+)', text))
+        return tuple(re.findall(r'%([\w.\-]+(?:#\d+)?)', text))
     without_types = _BRACKETS.sub('', _TYPE.sub('', re.sub(r'/\*.*?\*/', '', text)))
     return tuple(word.split()[-1] for word in without_types.split(',') if word.strip())
 

@@ -57,6 +57,8 @@ def find_traffic(program: HloProgram, visits: list[Visit]) -> tuple[float, float
         opcode = instruction.opcode
         if opcode in _NO_TRAFFIC or opcode.endswith(('-done', '-update')):
             continue
+        if opcode == 'async-start' and instruction.called('calls'):
+            continue  # what it calls is visited
         if copied := _copied_to_or_from_host(instruction, computation):
             host += copied * times
         elif not opcode.endswith('-start') and not _is_counted_elsewhere(program, instruction):

@@ -1,5 +1,7 @@
 """What a device has to do in a compiled program: bytes in memories, kernels, and estimates."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,6 +84,45 @@ def test_bytes_in_memories():
     assert costs.device_bytes - (3 * 16 * row + 2 * row + 2 * row) == 4 + 4
     # 3 rows of 8 are stored, one by one, and read at once.
     assert costs.host_bytes == 2 * 3 * 8 * row
+
+
+def test_dumps_write_elements_of_tuples_after_their_names():
+    """As in `%loop#1`; a dump has no get-tuple-element, and the same bytes and cycles."""
+    elements: dict[str, str] = {}
+    lines = []
+    for line in PROGRAM.splitlines():
+        if found := re.search(r'%(\S+) = .* get-tuple-element\((%\S+)\), index=(\d)', line):
+            elements[found[1]] = f'{found[2]}#{found[3]}'
+            continue
+        names = re.sub(r'%([\w.]+)(?=[,)])', lambda m: elements.get(m[1], m[0]), line)
+        lines.append(names)
+    text = '\n'.join(lines) + '\n'
+    assert 'dot(%loop#1, %loop#1)' in text and 'get-tuple-element' not in text
+    dumped, usual = costs_of_text(text, chip='v5p'), costs_of_text(PROGRAM, chip='v5p')
+    for name in ('device_bytes', 'host_bytes', 'cycles'):
+        assert getattr(dumped, name) == getattr(usual, name) != 0
+
+
+def test_copies_to_the_host_may_be_computations_of_their_own():
+    """A row of 3 is stored by a computation that `async-start` calls: the row counts, once."""
+    start = '%keep = ((f32[3,8,128]{2,1,0:S(5)}, f32[1,8,128]{2,1,0}, s32[])'
+    inside = """
+%store (p.7: f32[3,8,128], p.8: f32[1,8,128], p.9: s32[]) -> f32[3,8,128] {
+  %p.7 = f32[3,8,128]{2,1,0:S(5)} parameter(0)
+  %p.8 = f32[1,8,128]{2,1,0} parameter(1)
+  %p.9 = s32[] parameter(2)
+  ROOT %stored = f32[3,8,128]{2,1,0:S(5)} dynamic-update-slice(%p.7, %p.8, %p.9, %p.9, %p.9)
+}
+
+%body (b:"""
+    text = PROGRAM.replace('\n%body (b:', inside)
+    text = text.replace(
+        'dynamic-update-slice-start(%kept, %row, %i, %i, %i)',
+        'async-start(%kept, %row, %i), calls=%store',
+    ).replace('dynamic-update-slice-done(%keep)', 'async-done(%keep), calls=%store')
+    assert start in text and text.count('calls=%store') == 2
+    usual = costs_of_text(PROGRAM, chip='v5p')
+    assert costs_of_text(text, chip='v5p').host_bytes == usual.host_bytes == 2 * 3 * 8 * 128 * 4
 
 
 def test_work_of_a_program():
