@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,10 +11,10 @@ from partitioning import Plan
 from partitioning.plan import plan_diff
 from train.config import TrainConfig
 from train.errors import ConfigError
-from train.gin.text import operative_text
 from train.paths import as_path, file_of_run
 from train.processes.disagreements import digest
 from train.processes.together import check_same, check_shared_folder
+from train.running.changes import settings_of
 from train.running.run import Run
 
 _ADVICE = 'start the same command, with the same files, on all hosts'
@@ -52,37 +50,6 @@ def agree_on_program(lowered: Any) -> None:
     if jax.process_count() > 1:
         text = {'program of the train step': f'hash {digest(lowered.as_text())}'}
         check_same('tracing the train step', text, 'is the code of all hosts the same?')
-
-
-def settings_of(config: TrainConfig) -> dict[str, str]:
-    """The settings of a run by name: those that gin has used, or else the fields of the config."""
-    text = operative_text()
-    found: dict[str, str] = {}
-    name = ''
-    for line in text.splitlines():
-        if line.startswith((' ', '\t')) and name:  # a value continues
-            found[name] += ' ' + line.strip()
-        elif ' = ' in line and not line.startswith('#'):
-            name, _, value = line.partition(' = ')
-            found[name] = value.strip(' \\')
-    return found or dict(_fields('TrainConfig', config))
-
-
-def _fields(name: str, value: Any) -> Any:
-    """Yields the path and the text of each simple value in a configuration."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _fields(f'{name}.{field.name}', getattr(value, field.name))
-    elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _fields(f'{name}[{key!r}]', one)
-    elif isinstance(value, list | tuple):
-        for i, one in enumerate(value):
-            yield from _fields(f'{name}[{i}]', one)
-    elif value is None or isinstance(value, bool | int | float | str):
-        yield name, repr(value)
-    else:
-        yield name, type(value).__name__
 
 
 class UnexpectedLayout(ConfigError):

@@ -22,6 +22,7 @@ from train.machine.compiling import describe_options
 from train.paths import beside, replacing
 from train.processes.together import check_same_step
 from train.reporting.reports import describe_variables
+from train.running.changes import describe_changes, read_settings, settings_of, write_settings
 from train.running.run import Run, initialize_some
 
 
@@ -192,11 +193,12 @@ def open_feed(run: Run, start: Start) -> Feed:
     )
 
 
-def write_run_files(run: Run, data_after: int = 0) -> dict[str, str]:
+def write_run_files(run: Run, data_after: int = 0, *, resumes: bool = False) -> dict[str, str]:
     """Creates the folder of a run, and writes its configuration, layout and data record.
 
     Args:
       data_after: the step after which its data begins.
+      resumes: whether the run goes on from its own checkpoint. It then says which settings changed.
 
     Returns:
       The files that each checkpoint contains, too, by name. Other processes than 0 need none.
@@ -218,7 +220,11 @@ def write_run_files(run: Run, data_after: int = 0) -> dict[str, str]:
             folder / (name if ours and not (folder / beside(name)).exists() else beside(name))
             for name in ('config.gin', 'model-info.txt')
         )
+        now = settings_of(run.config, closures=True)
+        before = read_settings(folder, config) if resumes else {}
         write_gin_text(folder, config.name)
+        if not config.exists():
+            write_settings(folder, now)
         compiled = '\n'.join(describe_options(plan.compiler_options))
         text = f'{run.audit}\n\n{describe_variables(plan.rows)}'
         with replacing(info) as unfinished:
@@ -226,5 +232,7 @@ def write_run_files(run: Run, data_after: int = 0) -> dict[str, str]:
         with replacing(folder / 'plan.json') as unfinished:
             plan.save(unfinished)
         record.write_record(folder, run.record | {record.STARTS_AFTER: data_after})
+        for line in describe_changes(before, now):
+            run.console.say(line)
         paths = {'config.gin': config} | {n: folder / n for n in ('plan.json', record.FILE)}
         return {name: path.read_text() for name, path in paths.items() if path.exists()}

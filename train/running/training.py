@@ -117,7 +117,8 @@ def _train(
     # ---- state: restored, or created on its devices
     if held is not None:
         held.check()
-    saved.texts = write_run_files(run, start.data_after)
+    resumes = start.source is saved and start.restored is not None
+    saved.texts = write_run_files(run, start.data_after, resumes=resumes)
     saved.check_writable()
     if programs.init is None:
         state = cast(TrainState, restored)
