@@ -6,13 +6,13 @@ their jaxprs, and for those that were compiled in `measured_steps/compiled_steps
 compiler. By default, nothing is compiled. Describing the machines needs libtpu and JAX's CUDA
 plugin.
 
-    python benchmarks/forecast_truth.py           # forecasts with the constants as they are
-    python benchmarks/forecast_truth.py --fit     # fits the constants and writes them first
+    python benchmarks/forecast_truth.py           # the forecasts of left-out rows, as committed
+    python benchmarks/forecast_truth.py --fit     # fits the constants and forecasts all rows again
     python benchmarks/forecast_truth.py --trace   # traces all steps again first, in some minutes
     python benchmarks/forecast_truth.py --compile [--only=v5e-256-maxtext-16b] [--early]
     python benchmarks/forecast_truth.py --rows=FILE --programs=maxtext/src [--only=NAME,...]
 
-The one with `--compile` compiles the steps that `build/forecast_truth` does not have yet.
+`--compile` compiles the steps that `build/forecast_truth` does not have yet.
 
 The last one forecasts rows from their own programs: it runs MaxText, which is in the folder
 `maxtext/src`, as `meshwright dry` does, once for each row that `build/own_programs` does not have
@@ -20,15 +20,17 @@ yet. FILE has rows in the form of `measured_steps.json`, which is the default. A
 entry "command" with its own command, as a list of what stands behind `python`, and "path", the
 folder of its code. Without `--programs`, nothing runs, and the table has what is there.
 
-A third of the groups of rows is left out of the fit (`scoring.is_left_out`). In addition, each
-family of rows, which is a model on a chip, is left out once and forecast by all other families.
-The output is committed as `measured_steps/forecast_truth.txt`.
+A family is all rows of one model on one chip. Every row is forecast by constants that were fitted
+on all other families; there is no table of rows that were fitted. The committed constants are
+fitted on all rows. The output is committed as `measured_steps/forecast_truth.txt`.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import math
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,7 +38,8 @@ from pathlib import Path
 from benchmarks.campaigns import parse_names
 from benchmarks.measured_steps.cases import list_cases
 from benchmarks.measured_steps.compiling import run_campaign
-from benchmarks.measured_steps.fitting import Case, Fit, fit_all
+from benchmarks.measured_steps.fitted_file import read_fit, write_fit
+from benchmarks.measured_steps.fitting import FREE, FREE_OF_COMPILED, SOFTWARE, Case, Fit, fit_all
 from benchmarks.measured_steps.own_cases import forecast_rows
 from benchmarks.measured_steps.own_programs import Programs, run_campaign as run_own
 from benchmarks.measured_steps.own_report import print_own
@@ -45,52 +48,35 @@ from benchmarks.measured_steps.rows import load_rows
 from benchmarks.measured_steps.scoring import (
     Forecasted,
     forecast_families,
-    forecast_with,
-    is_left_out,
-    read_fit,
+    read_left_out,
     score,
-    write_fit,
+    write_left_out,
 )
 from meshwright.time.constants import list_constants
 from partitioning.hardware import CHIPS
 
 _ORIGINS = {'jaxpr': 'traced steps', 'compiler': 'compiled steps'}
-_FRAMEWORKS = 'one factor per framework, and its rows before were 37% slower with as many tokens'
-_LARGEST = (
-    'the same work per chip was measured 9% faster on twice the chips: exchanges along the tensor '
-    'axis of 16 are hardly hidden in these rows, and mostly hidden along axes of 4 and 8'
-)
-_SLICES = 'delays grow faster than by doublings: 10% on 16 slices, 21% on 32; 7% and 11% for 32B'
-_NARROW = 'products of width 4,096 are less efficient than wider ones, which FLOPs do not show'
-_EXPERTS = (
-    'products of the rows of experts, and the sorting of rows, have no constants of their own'
-)
 # What rows with large errors lack, as far as it is known.
 LACKS = {
-    'v5e-32-honeycrisp85m': 'the cycles of the compiled step, with which the forecast is 1% off',
-    'v5p-2048-honeycrisp3b': (
-        '4 times the chips took 32% of the time, and 38% in the forecast: exchanges whose bytes do '
-        'not depend on the number of chips may be hidden better'
+    'h100-256-fuji7b-v2': (
+        'its rows before were 37% slower with as many tokens, and one bias stands for both versions'
     ),
-    'tpu7x-256-qwen3-235b-a22b-4k-bf16': _EXPERTS,
-    'tpu7x-256-qwen3-235b-a22b-4k-bf16-r2511a': _EXPERTS,
-    'tpu7x-256-qwen3-235b-a22b-4k-bf16-r2512b': _EXPERTS,
-    'h100-256-fuji7b-v2': _FRAMEWORKS,
-    'h100-256-fuji7b-v1': _FRAMEWORKS,
+    'v5e-512-fuji70b-v2': 'which activations it keeps on the host is not published, but assumed',
+    'v5e-256-gala85m': (
+        'half of the step is a cost of the framework that does not depend on its size, which one '
+        'other family shows'
+    ),
     'h100-512-fuji7b-v1': (
         'half the tokens per GPU took 63% of the time: costs that do not depend on tokens, in a '
         'framework that is rebuilt as ours'
     ),
-    'v5p-1024-maxtext-1024b-s1': _LARGEST,
-    'v5p-2048-maxtext-1024b-s2': _LARGEST,
-    'v5p-4096-maxtext-1024b-s2': _LARGEST,
-    'v5e-512-fuji70b-v2': 'which activations it keeps on the host is not published, but assumed',
-    'v5e-8192-maxtext-128b': _SLICES,
-    'v5e-4096-maxtext-128b': _SLICES,
-    'v5p-256-fuji7b-v1': _NARROW,
-    'v5p-64-maxtext-32b-s1': 'tensor parallelism over 4 chips hides more than the mean of v5p',
-    'v5p-64-maxtext-64b-s1': 'tensor parallelism over 4 chips hides more than the mean of v5p',
-    'v6e-256-gemma3-12b-32k': 'kernels of local and global attention have one efficiency',
+    'v5e-1024-fuji7b-v2': (
+        'its source states an MFU of 46%, and its time gives at most 43.4%: the time may belong to '
+        'another batch'
+    ),
+    'v5p-2048-maxtext-1024b-s2': (
+        'twice the chips with the same work each took 15% less, so that one of both is an outlier'
+    ),
 }
 
 
@@ -121,22 +107,20 @@ def main() -> None:
     if options.trace:
         write_records(dict(trace_all()), TRACED)
     cases, reasons = list_cases(read_records(TRACED), read_records())
-    dense = [case for case in cases if case.dense]
-    families = forecast_families(dense, fit_all)
     if options.fit:
-        constants, _ = fit_all([case for case in cases if not is_left_out(case)])
-        write_fit(constants, dense, families)
+        dense = [case for case in cases if case.dense]
+        others = [case for case in cases if not case.dense]
+        left_out = forecast_families(dense, fit_all, others)
+        write_left_out(left_out)
+        write_fit(fit_all(dense)[0], dense, [f for f in left_out if f.case.dense])
     print_forecasts(cases, reasons)
-    for origin, title in _ORIGINS.items():
-        chosen = [f for f in families if f.case.origin == origin]
-        _print_scores(f'Errors of forecasts of {title}, each family left out in turn', chosen)
 
 
 def forecast_own(options: argparse.Namespace) -> None:
     """Dry-runs the programs of rows if their folder is given, and prints their forecasts."""
     rows = load_rows(Path(options.rows)) if options.rows else load_rows()
     chosen = parse_names(options.only, [row.name for row in rows], 'row')
-    rows = [row for row in rows if row.name in chosen]
+    rows = tuple(row for row in rows if row.name in chosen)
     if options.programs:
         programs = Programs(Path(options.programs), options.python or sys.executable, options.mode)
         run_own(rows, programs, again=options.again)
@@ -144,21 +128,30 @@ def forecast_own(options: argparse.Namespace) -> None:
 
 
 def print_forecasts(cases: Sequence[Case], reasons: Mapping[str, str]) -> None:
-    """Prints everything that follows from the committed constants."""
-    constants = read_fit()
-    forecasts = forecast_with(cases, constants)
-    print(f'{len({case.name for case in cases})} rows are rebuilt, {len(reasons)} are not.\n')
+    """Prints the committed forecasts of left-out rows, and the committed constants."""
+    left_out = read_left_out(cases)
+    _print_table(left_out, reasons, left_out)
+    _print_worst([f for f in left_out if f.case.origin == 'jaxpr'])
+    _print_constants(read_fit())
+
+
+def _print_table(
+    forecasts: Sequence[Forecasted], reasons: Mapping[str, str], ranges: Sequence[Forecasted]
+) -> None:
+    """Prints rows and scores; `ranges` has the left-out forecasts that give the ranges."""
+    print(f'{len({f.case.name for f in forecasts})} rows are forecast, {len(reasons)} are not.\n')
     _print_rows(forecasts)
     for origin, title in _ORIGINS.items():
         chosen = [f for f in forecasts if f.case.origin == origin and f.case.dense]
-        _print_scores(f'Errors of forecasts of {title}, with the constants below', chosen)
+        alike = [f for f in ranges if f.case.origin == origin and f.case.dense]
+        _print_scores(f'Errors of forecasts of {title}, each by other families', chosen, alike)
     _print_scores(
         'Errors of forecasts of models with experts, which fit nothing',
-        [f for f in forecasts if not f.case.dense],
+        [f for f in forecasts if not f.case.dense and f.case.origin == 'jaxpr'],
+        [f for f in ranges if f.case.dense and f.case.origin == 'jaxpr'],
     )
-    _print_worst([f for f in forecasts if f.case.origin == 'jaxpr'])
-    _print_constants(constants)
-    print('\nRows that are not rebuilt')
+    _print_frameworks([f for f in forecasts if f.case.origin == 'jaxpr' and f.case.dense])
+    print('\nRows that are not forecast')
     for name, reason in reasons.items():
         print(f'  {name:42} {reason}')
 
@@ -167,7 +160,7 @@ def _print_rows(forecasts: Sequence[Forecasted]) -> None:
     columns = ''.join(f'{title:>18}' for title in _ORIGINS.values())
     print(f'{"row":42} {"measured":>9}{columns} {"naive":>7}')
     rows: dict[str, dict[str, Forecasted]] = collections.defaultdict(dict)
-    for f in sorted(forecasts, key=lambda f: (list(CHIPS).index(f.case.chip), not f.fitted)):
+    for f in sorted(forecasts, key=lambda f: (list(CHIPS).index(f.case.chip), f.case.family)):
         rows[f.case.name][f.case.origin] = f
     for name, both in rows.items():
         cells = [
@@ -175,32 +168,55 @@ def _print_rows(forecasts: Sequence[Forecasted]) -> None:
             for o in _ORIGINS
         ]
         f = next(iter(both.values()))
-        part = 'fitted' if f.fitted else 'left out' if f.case.dense else 'experts, left out'
-        old = ', superseded' if f.case.superseded else ''
+        notes = [f.case.framework, *(['experts'] if not f.case.dense else [])]
+        notes += ['superseded'] if f.case.superseded else []
         print(
-            f'{name:42} {f.case.seconds:7.2f} s{"".join(cells)} {f.naive_error:+7.1%}  {part}{old}'
+            f'{name:42} {f.case.seconds:7.2f} s{"".join(cells)} {f.naive_error:+7.1%}  '
+            f'{", ".join(notes)}'
         )
 
 
-def _print_scores(title: str, forecasts: Sequence[Forecasted]) -> None:
-    """Prints errors per chip; rank correlations without rows that others supersede."""
+def _print_scores(
+    title: str, forecasts: Sequence[Forecasted], ranges: Sequence[Forecasted]
+) -> None:
+    """Prints errors per chip; `within` is the share of rows in the range that others give."""
     print(f'\n{title}')
-    print(f'  {"":22} {"rows":>4} {"mean":>6} {"worst":>6} {"naive":>6} {"ratio":>6} {"rank":>5}')
+    print(
+        f'  {"":7} {"rows":>4} {"families":>8} {"mean":>6} {"median":>6} {"worst":>6} {"bias":>6} '
+        f'{"naive":>6} {"ratio":>5} {"within":>6} {"rank":>6}'
+    )
     for name in (*CHIPS, 'TPUs', 'all'):
         chosen = [f for f in forecasts if name in (f.case.chip, _kind_of(f), 'all')]
-        parts = {'fitted': [f for f in chosen if f.fitted]}
-        parts['left out'] = [f for f in chosen if not f.fitted]
-        for part, members in parts.items():
-            if found := score(members):
-                rank = '' if found.rank is None else f'{found.rank:5.2f}'
-                print(
-                    f'  {f"{name}, {part}":22} {found.rows:4} {found.mean:6.1%} {found.worst:6.1%} '
-                    f'{found.naive:6.1%} {found.mean / found.naive:6.2f} {rank:>5}'
-                )
-        if name in CHIPS and chosen:
-            current = score(f for f in chosen if not f.case.superseded)
-            if current and current.rank is not None:
-                print(f'  {name}: rank correlation of all current rows {current.rank:.2f}')
+        if found := score(chosen, ranges):
+            rank = '' if found.rank is None else f'{found.rank:6.3f}'
+            print(
+                f'  {name:7} {found.rows:4} {found.families:8} {found.mean:6.1%} '
+                f'{found.median:6.1%} {found.worst:6.1%} {found.bias:+6.1%} {found.naive:6.1%} '
+                f'{found.mean / found.naive:5.2f} {found.within:6.0%} {rank}'
+            )
+
+
+def _print_frameworks(forecasts: Sequence[Forecasted]) -> None:
+    """Prints which part of the errors is the framework's.
+
+    A program of ours has no bias. What is left after the bias of the framework, which comes from
+    its rows in other families, is the error of the model.
+    """
+    print('\nErrors by framework and version, without and with the bias of the framework')
+    print(f'  {"":34} {"rows":>4} {"without":>8} {"mean":>7} {"with":>7} {"mean":>7}')
+    groups = collections.defaultdict(list)
+    for f in forecasts:
+        name, platform = f.case.framework, '' if f.case.platform == 'tpu' else ' (GPUs)'
+        groups[f'{name.split()[0]}{platform}, all versions'].append(f)
+        groups[f'{name}{platform}'].append(f)
+    for name, members in sorted(groups.items()):
+        without = [math.log(f.unbiased / f.case.seconds) for f in members]
+        left = [math.log(f.seconds / f.case.seconds) for f in members]
+        figures = ' '.join(
+            f'{math.expm1(statistics.fmean(x)):+8.1%} {statistics.fmean(map(abs, x)):7.1%}'
+            for x in (without, left)
+        )
+        print(f'  {name:34} {len(members):4} {figures}')
 
 
 def _kind_of(forecast: Forecasted) -> str:
@@ -214,13 +230,17 @@ def _print_worst(forecasts: Sequence[Forecasted]) -> None:
 
 
 def _print_constants(constants: Fit) -> None:
-    print('\nConstants')
+    free = len(FREE) + len(FREE_OF_COMPILED)
+    biases = sum((b.factor != 1) + (b.seconds != 0) for b in SOFTWARE.values())
+    print(f'\nConstants: {free} are fitted, and {biases} biases of frameworks. All are bounded:')
+    print('efficiencies and shares by 0 and 1, all others by 0.')
     for name, chip in CHIPS.items():
         print(f'  {name}')
         for c in list_constants(chip):
             print(f'    {c.name:22} {c.value:12.4g} {c.unit:8} {c.source}')
-    for name, factor in constants.software.items():
-        print(f'  {name}: steps on GPUs take {factor:.2f} times as long as ours')
+    for name, bias in constants.software.items():
+        more = f' and {bias.seconds:.3f} s more' if bias.seconds else ''
+        print(f'  {name}: steps take {bias.factor:.2f} times as long as ours{more}')
 
 
 if __name__ == '__main__':

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.time import KernelWork, Machine, Work, describe_machine
-from meshwright.time.layers import Layers
+from meshwright.time.layers import Layers, Product
 from meshwright.time.loads import find_loads
 from meshwright.time.work import Origin
 from partitioning.hardware import CHIPS
@@ -27,12 +27,17 @@ _GPUS_PER_HOST = 8
 
 
 def list_cases(
-    traced: Mapping[str, Mapping[str, Any]], compiled: Mapping[str, Mapping[str, Any]]
+    traced: Mapping[str, Mapping[str, Any]],
+    compiled: Mapping[str, Mapping[str, Any]],
 ) -> tuple[list[Case], dict[str, str]]:
     """Returns the cases of all rows, and for each row without a case why it has none.
 
     A row has one case for its traced program, and one for its compiled program if there is one.
+
+    Args:
+      traced, compiled: the records of both, by the name of the program.
     """
+    listed = list_programs()
     cases: list[Case] = []
     reasons: dict[str, str] = {}
     for row in load_rows():
@@ -42,8 +47,11 @@ def list_cases(
             continue
         name = find_listed(row, program)
         records: dict[Origin, Any] = {'jaxpr': traced.get(name), 'compiler': compiled.get(name)}
+        if records['jaxpr'] and records['compiler']:  # what no compiler counts is from the trace
+            shared = {entry: records['jaxpr'][entry] for entry in ('kernels', 'layers')}
+            records['compiler'] = records['compiler'] | shared
         found = [
-            _make_case(row, program, name, record, origin)
+            _make_case(row, program, listed[name], record, origin)
             for origin, record in records.items()
             if record and 'device_bytes' in record
         ]
@@ -54,19 +62,30 @@ def list_cases(
 
 
 def family_of(row: MeasuredRow) -> str:
-    """The chip, framework and model of a row, without batch and size of the machine."""
-    framework = row['framework'].split()[0]
-    length = f'{row["seq_len"] // 1024}k'
-    return f'{row.chip} {framework} {row.params_total / 1e9:.3g}B x {length}'
+    """The chip and the model of a row, without framework, batch and size of the machine."""
+    return f'{row.chip} {row.params_total / 1e9:.3g}B'
+
+
+def framework_of(row: MeasuredRow) -> str:
+    """The framework of a row with its version, or if the row does not say it, with its month."""
+    name = row['framework'].split()[0]
+    software = row.settings.get('software') or {}
+    if version := software.get('maxtext') or software.get('container'):
+        return f'{name} {version[:24]}'
+    if software.get('torch_compile') is not None:
+        return f'{name} {"compiled" if software["torch_compile"] else "eager"}'
+    return f'{name} {row["source"]["date"][:7]}'
 
 
 def software_of(row: MeasuredRow) -> str:
-    """The software of a row whose programs a compiler of GPUs made in another way than ours."""
-    framework = row['framework'].split()[0]
-    if CHIPS[row.chip].platform != 'gpu' or framework == 'MaxText':
+    """The software of a row whose programs differ from ours, as in `fitting.SOFTWARE`, or ''."""
+    name, platform = row['framework'].split()[0], CHIPS[row.chip].platform
+    if name == 'MaxText':
         return ''
+    if name == 'axlearn':
+        return f'axlearn on {platform.upper()}s'
     compiled = (row.settings.get('software') or {}).get('torch_compile')
-    return f'{framework} without compiler' if compiled is False else framework
+    return f'{name}, {"eager" if compiled is False else "compiled"}'
 
 
 def work_of(record: Mapping[str, Any], copies: int, from_copies: int, origin: Origin) -> Work:
@@ -86,14 +105,20 @@ def work_of(record: Mapping[str, Any], copies: int, from_copies: int, origin: Or
         other_seconds=(sum(cycles.values()) - products) / clock if clock and estimated else None,
         other_bytes=record['device_bytes'],
         kernels=tuple(KernelWork(**kernel) for kernel in record['kernels']),
-        collectives=tuple(with_copies(record['collectives'], from_copies, copies)),
+        collectives=tuple(with_copies(record['collectives'], from_copies, copies, record['chip'])),
         host_bytes=record['host_bytes'],
         layers=_read_layers(record.get('layers')),
     )
 
 
 def _read_layers(entry: Mapping[str, Any] | None) -> Layers | None:
-    return entry and Layers(width=entry['width'], kinds=tuple(entry['kinds']))
+    if entry is None:
+        return None
+    products = tuple(
+        Product(rows=m, summed=k, columns=n, flops=flops, nbytes=nbytes)
+        for m, k, n, flops, nbytes in entry['products']
+    )
+    return Layers(width=entry['width'], kinds=tuple(entry['kinds']), products=products)
 
 
 def machine_of(row: MeasuredRow, program: Program) -> Machine:
@@ -114,9 +139,12 @@ def network_bandwidth_of(row: MeasuredRow) -> float | None:
 
 
 def _make_case(
-    row: MeasuredRow, program: Program, name: str, record: Mapping[str, Any], origin: Origin
+    row: MeasuredRow,
+    program: Program,
+    compiled: Program,
+    record: Mapping[str, Any],
+    origin: Origin,
 ) -> Case:
-    compiled = list_programs()[name]
     work = work_of(record, program.num_copies, compiled.num_copies, origin)
     chip = CHIPS[row.chip]
     counts = row['check']['gflop_per_token']
@@ -127,6 +155,7 @@ def _make_case(
         platform=chip.platform,
         group=row['group'],
         family=family_of(row),
+        framework=framework_of(row),
         software=software_of(row),
         seconds=row.step_seconds,
         flops=1e9 * counts['causal_attention'] * tokens,

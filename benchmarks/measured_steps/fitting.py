@@ -1,8 +1,9 @@
 """Fits the constants of the step-time model on measured steps.
 
-The error of a forecast is the logarithm of its ratio to the measurement. Constants are positive and
-vary by their logarithms, around a usual value with a usual spread, which decides where the rows say
-little. Rows with large errors count less than by their squares, as in Huber's loss.
+The error of a forecast is the logarithm of its ratio to the measurement. Shares and efficiencies
+vary by the logarithm of their odds, so that they stay between 0 and 1, and other constants by their
+logarithms, around a usual value with a usual spread, which decides where the rows say little. Rows
+with large errors count less than by their squares, as in Huber's loss.
 """
 
 from __future__ import annotations
@@ -17,15 +18,13 @@ import numpy as np
 from meshwright.time.constants import ChipConstants
 from meshwright.time.layers import Layers
 from meshwright.time.loads import Loads
-from meshwright.time.step_model import delays, without_delays
+from meshwright.time.step_model import busy_parts, wait_for_slices
 from partitioning.hardware import CHIPS
 
 _TYPICAL_ERROR = 0.05  # beyond it, rows count less
 _LEAST_GAIN = 0.01  # of the sum of losses; smaller steps end the fit
-_SOFTWARE_SPREAD = 0.4
-# The bytes of other operations are counted too low, because some are read several times, so that
-# memory_efficiency is not among them.
-_SHARES = ('matmul_efficiency', 'kernel_efficiency', 'link_efficiency', 'network_efficiency')
+# These are positive numbers; all other constants are shares or efficiencies, between 0 and 1.
+_POSITIVE = ('cycles_factor', 'network_latency', 'slice_spread')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Free:
 
     Attributes:
       name: the field of `ChipConstants`.
-      spread: the usual spread of its logarithm.
+      spread: the usual spread of its logarithm, or of the logarithm of the odds of a share.
       chips: the chips that share it.
     """
 
@@ -49,8 +48,9 @@ class Case:
 
     Attributes:
       group: rows of one group measure the same workload, at most with other flags or versions.
-      family: the chip, framework and model, without batch and size of the machine.
-      software: the framework whose programs have a factor of their own, or ''.
+      family: the chip and the model, without framework, batch and size of the machine.
+      framework: the framework, with its version if the row says it, for people.
+      software: the framework whose programs have a bias of their own, or ''.
       flops: the model's FLOPs per device.
       peak: the peak rate of a device, in FLOP/s.
       dense: whether it is a dense model in bfloat16.
@@ -63,6 +63,7 @@ class Case:
     platform: str
     group: str
     family: str
+    framework: str
     software: str
     seconds: float
     flops: float
@@ -75,26 +76,43 @@ class Case:
 
 
 @dataclasses.dataclass(frozen=True)
+class Bias:
+    """What programs of another framework take in comparison with ours.
+
+    Attributes:
+      factor: the time of a step, as a multiple of ours.
+      seconds: what each step takes in addition, such as for its input.
+    """
+
+    factor: float = 1.0
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
 class Fit:
     """Fitted constants.
 
     Attributes:
       constants: the constants of each chip.
-      software: the factor of each framework other than ours, on GPUs.
+      software: the bias of each framework that has one.
     """
 
     constants: Mapping[str, ChipConstants]
-    software: Mapping[str, float]
+    software: Mapping[str, Bias]
 
     def predict(self, case: Case) -> float:
-        """The forecast of a case in seconds."""
+        """The forecast of a case in seconds, with the bias of its framework."""
+        bias = self.software.get(case.software, Bias())
+        return bias.factor * self.unbiased(case) + bias.seconds
+
+    def unbiased(self, case: Case) -> float:
+        """The forecast of a case in seconds, as users see it for a program of their own."""
         constants, busy = self.constants[case.chip], self.busy(case)
-        waiting = math.fsum(part.exposed for part in delays(case.loads, constants, busy))
-        return self.software.get(case.software, 1.0) * (busy + waiting)
+        return busy + wait_for_slices(case.loads, constants, busy).exposed
 
     def busy(self, case: Case) -> float:
-        """The forecast of our own step, without the delays of hosts and slices."""
-        parts = without_delays(case.loads, self.constants[case.chip])
+        """The forecast without the bias, and without what slices wait for each other."""
+        parts = busy_parts(case.loads, self.constants[case.chip])
         return math.fsum(part.exposed for part in parts)
 
 
@@ -102,7 +120,7 @@ def fit_constants(
     cases: Sequence[Case],
     usual: Mapping[str, ChipConstants],
     free: Sequence[Free],
-    software: Mapping[str, float],
+    software: Mapping[str, Bias],
     start: np.ndarray | None = None,
 ) -> tuple[Fit, np.ndarray]:
     """Fits constants by damped Gauss-Newton steps.
@@ -111,15 +129,16 @@ def fit_constants(
       cases: the measured steps.
       usual: the usual constants of each chip, of which the free ones are fitted.
       free: the constants to fit.
-      software: the usual factor of each framework other than ours; all are fitted.
+      software: the usual bias of each framework that has one; all that is not 0 is fitted.
       start: what an earlier fit has returned as logarithms, by default 0.
 
     Returns:
       The constants, and their logarithms to the usual values.
     """
-    spreads = np.array([f.spread for f in free] + [_SOFTWARE_SPREAD] * len(software))
+    biases = _list_biases(software)
+    spreads = np.array([f.spread for f in free] + [_BIAS_SPREADS[field] for _, field in biases])
     affected = [np.array([case.chip in f.chips for case in cases]) for f in free]
-    affected += [np.array([case.software == name for case in cases]) for name in software]
+    affected += [np.array([case.software == name for case in cases]) for name, _ in biases]
 
     def residuals(x: np.ndarray, chosen: np.ndarray | None = None) -> np.ndarray:
         fit = _apply(x, usual, free, software)
@@ -161,32 +180,45 @@ def fit_constants(
     return _apply(x, usual, free, software), x
 
 
+_BIAS_SPREADS = {'factor': 0.2, 'seconds': 0.7}
+
+
+def _list_biases(software: Mapping[str, Bias]) -> list[tuple[str, str]]:
+    """The numbers to fit in the biases: the name of each framework and a field."""
+    return [
+        (name, field) for name, bias in software.items() for field in _BIAS_SPREADS
+        if getattr(bias, field)
+    ]  # fmt: skip
+
+
 def _apply(
     x: np.ndarray,
     usual: Mapping[str, ChipConstants],
     free: Sequence[Free],
-    software: Mapping[str, float],
+    software: Mapping[str, Bias],
 ) -> Fit:
     moves: dict[tuple[str, str], float] = collections.defaultdict(float)
     for value, constant in zip(x, free, strict=False):
         for chip in constant.chips:
             moves[chip, constant.name] += float(value)
-    constants = dict(usual)
+    moved: dict[str, dict[str, float]] = collections.defaultdict(dict)
     for (chip, name), by in moves.items():
-        moved = _move(name, getattr(usual[chip], name), by)
-        constants[chip] = dataclasses.replace(constants[chip], **{name: moved})
-    factors = {
-        name: factor * math.exp(value)
-        for (name, factor), value in zip(software.items(), x[len(free) :], strict=True)
+        moved[chip][name] = _move(name, getattr(usual[chip], name), by)
+    constants = {
+        chip: dataclasses.replace(one, **moved.get(chip, {})) for chip, one in usual.items()
     }
-    return Fit(constants, factors)
+    found = dict(software)
+    for (name, field), value in zip(_list_biases(software), x[len(free) :], strict=True):
+        number = getattr(software[name], field) * math.exp(value)
+        found[name] = dataclasses.replace(found[name], **{field: number})
+    return Fit(constants, found)
 
 
 def _move(name: str, usual: float, by: float) -> float:
-    """A constant, some logarithms away. Of a hidden share, the rest varies: what is exposed."""
-    if name.startswith('hidden'):
-        return 1 - min(1.0, (1 - usual) * math.exp(by))
-    return min(1.0, usual * math.exp(by)) if name in _SHARES else usual * math.exp(by)
+    """A constant, some logarithms away from its usual value, or of its odds if it is a share."""
+    if name in _POSITIVE:
+        return usual * math.exp(by)
+    return 1 / (1 + (1 - usual) / usual * math.exp(-by))
 
 
 # Which constants are fitted, around which usual values, for which chips.
@@ -200,75 +232,73 @@ NARROW = tuple(name for name in TPUS if name not in WIDE)
 # 45 of 50 GB/s per link and direction, as in the scaling book; the bandwidths to the host are from
 # the same table.
 _TPU = ChipConstants(
-    matmul_efficiency=0.9,
+    matmul_efficiency=0.88,
+    product_traffic=0.4,
     cycles_factor=1.0,
-    kernel_efficiency=0.3,
-    memory_efficiency=0.5,
+    kernel_efficiency=0.6,
+    memory_efficiency=0.7,
     link_efficiency=0.9,
     network_efficiency=0.8,
-    hidden_share=0.5,
+    hidden_share=0.7,
     hidden_network_share=0.7,
     host_bandwidth=15e9,
-    host_delay=0.02,
+    host_interference=0.1,
     exchange_latency=10e-6,
     hop_latency=1e-6,
-    slice_delay=0.025,
+    network_latency=80e-6,
+    slice_spread=0.03,
     error=0.3,
+    compiled_error=0.3,
 )
 _GPU = dataclasses.replace(
     _TPU,
     matmul_efficiency=0.75,
     kernel_efficiency=0.5,
-    memory_efficiency=0.7,
+    memory_efficiency=0.6,
     link_efficiency=0.8,
-    network_efficiency=0.7,
     hidden_share=0.6,
-    hidden_network_share=0.0,
+    hidden_network_share=0.2,
     host_bandwidth=50e9,
-    host_delay=0.01,
-    slice_delay=0.005,
+    network_latency=5e-6,
+    slice_spread=0.0,
 )
-_WIDE = dataclasses.replace(
-    _TPU, matmul_efficiency=0.75, kernel_efficiency=0.45, host_bandwidth=32e9
-)
+_WIDE = dataclasses.replace(_TPU, matmul_efficiency=0.77, host_bandwidth=32e9)
 USUAL = dict.fromkeys(NARROW, _TPU) | dict.fromkeys(WIDE, _WIDE) | dict.fromkeys(GPUS, _GPU)
-# Programs of other frameworks run other code than ours on GPUs. On TPUs, they have one compiler.
-SOFTWARE = {'axlearn': 1.5, 'torchtitan': 1.4, 'torchtitan without compiler': 1.5}
+# Programs of these frameworks run other code than ours, or wait for their input. MaxText's have no
+# bias. 'compiled' and 'eager' say whether torch.compile was used.
+SOFTWARE = {
+    'axlearn on TPUs': Bias(1.05, 0.05),
+    'axlearn on GPUs': Bias(1.4),
+    'torchtitan, compiled': Bias(1.4),
+    'torchtitan, eager': Bias(1.4),
+}
 
-# A kind of chips shares a value, from which single chips differ little.
+# All chips of a platform share a value. Matrix units of 128 x 128 are filled by more products than
+# those of 256 x 256, from which single chips differ little.
 FREE = (
-    Free('matmul_efficiency', 0.2, NARROW),
-    Free('matmul_efficiency', 0.2, WIDE),
-    Free('kernel_efficiency', 0.5, NARROW),
-    Free('kernel_efficiency', 0.5, WIDE),
-    Free('memory_efficiency', 0.5, TPUS),
-    Free('hidden_share', 0.5, TPUS),
-    Free('hidden_network_share', 0.8, TPUS),
-    Free('host_delay', 0.8, TPUS),
-    Free('slice_delay', 0.6, TPUS),
-    *(
-        Free(name, spread, (chip,))
-        for chip in ('v5e', 'v5p', 'v6e', 'tpu7x')
-        for name, spread in (
-            ('matmul_efficiency', 0.07),
-            ('kernel_efficiency', 0.15),
-            ('hidden_share', 0.25),
-            ('slice_delay', 0.4),
-        )
-    ),
-    Free('matmul_efficiency', 0.2, GPUS),
-    Free('kernel_efficiency', 0.3, GPUS),
-    Free('memory_efficiency', 0.5, GPUS),
-    Free('hidden_share', 0.5, GPUS),
-    Free('network_efficiency', 0.4, GPUS),
-    Free('host_delay', 0.5, GPUS),
-    Free('slice_delay', 0.5, GPUS),
+    Free('matmul_efficiency', 0.5, NARROW),
+    Free('matmul_efficiency', 0.5, WIDE),
+    *(Free('matmul_efficiency', 0.15, (chip,)) for chip in ('v5e', 'v5p', 'v6e', 'tpu7x')),
+    Free('product_traffic', 1.0, TPUS),
+    Free('kernel_efficiency', 0.7, TPUS),
+    Free('memory_efficiency', 0.8, TPUS),
+    Free('hidden_share', 1.0, TPUS),
+    Free('hidden_network_share', 1.0, TPUS),
+    Free('host_interference', 1.0, TPUS),
+    Free('network_latency', 0.7, TPUS),
+    Free('slice_spread', 0.7, TPUS),
+    Free('matmul_efficiency', 0.5, GPUS),
+    Free('product_traffic', 1.0, GPUS),
+    Free('kernel_efficiency', 0.5, GPUS),
+    Free('memory_efficiency', 0.8, GPUS),
+    Free('hidden_share', 1.0, GPUS),
+    Free('hidden_network_share', 1.0, GPUS),
+    Free('network_latency', 0.7, GPUS),
 )
 # What the estimates of the compiler are multiplied by, for which few programs were compiled.
 FREE_OF_COMPILED = (
     Free('cycles_factor', 0.2, NARROW),
     Free('cycles_factor', 0.2, WIDE),
-    *(Free('cycles_factor', 0.05, (chip,)) for chip in ('v5e', 'v5p', 'v6e', 'tpu7x')),
 )
 
 

@@ -20,8 +20,8 @@ from meshwright.jaxpr import trace_function
 from meshwright.program.collectives import Collective, MeshAxes
 from meshwright.program.costs import costs_of_text
 from meshwright.time import Work, estimate_work
-from meshwright.time.layers import describe_layers
-from partitioning.hardware import parse_topology
+from meshwright.time.layers import Layers, describe_layers
+from partitioning.hardware import CHIPS, parse_topology
 from train.running.programs import partition_train_step
 from train.running.run import prepare
 
@@ -34,7 +34,7 @@ TRACED = Path(__file__).with_name('traced_steps.json')
 # The settings of a program that a reader looks for; the others follow from the row.
 _SETTINGS = ('topology', 'num_slices', 'axes', 'dcn', 'batch_size', 'output_chunks')
 # What exchanges have in common that a record does not tell apart.
-_KIND = ('kind', 'network', 'axes', 'group_size', 'asynchronous')
+_KIND = ('kind', 'network', 'axes', 'group_size', 'asynchronous', 'places')
 _KEPT = (
     'fits',
     'chip',
@@ -115,28 +115,38 @@ def record_work(work: Work) -> dict[str, Any]:
         'host_bytes': work.host_bytes,
         'kernels': [dataclasses.asdict(kernel) for kernel in work.kernels],
         'collectives': [_entry(c) for c in merge_kinds(work.collectives)],
-        'layers': work.layers and dataclasses.asdict(work.layers),
+        'layers': work.layers and _record_layers(work.layers),
     }
+
+
+def _record_layers(layers: Layers) -> dict[str, Any]:
+    """The products of a step, each as a list of its sizes, FLOPs and bytes."""
+    products = [[p.rows, p.summed, p.columns, p.flops, p.nbytes] for p in layers.products]
+    return {'width': layers.width, 'kinds': layers.kinds, 'products': products}
 
 
 def read_collectives(entries: Iterable[Mapping[str, Any]]) -> Iterator[Collective]:
     """Yields the collectives of a record, each of which stands for several."""
     for entry in entries:
-        tuples = {name: tuple(entry[name]) for name in ('axes', 'arrays')}
+        tuples = {name: tuple(entry.get(name, ())) for name in ('axes', 'arrays', 'places')}
         yield Collective(**{'op_name': '', 'source': ''} | entry | tuples)
 
 
 def with_copies(
-    entries: Iterable[Mapping[str, Any]], from_copies: int, copies: int
+    entries: Iterable[Mapping[str, Any]], from_copies: int, copies: int, chip: str
 ) -> Iterator[Collective]:
     """Yields the collectives of a record with another number of copies of the model.
 
-    The slices of the program each have a whole copy; the slower network joins them by a ring.
+    The slices or hosts of the program each have whole copies, which the axis 'data' joins by a
+    ring. Exchanges between slices are listed by themselves. Those between hosts of GPUs are not, so
+    that their groups have a copy of the model, or several, of each host.
     """
+    hosts = CHIPS[chip].platform == 'gpu'
     for one in read_collectives(entries):
-        if one.network == 'dcn' and copies != from_copies:
-            factor = (1 - 1 / copies) / (1 - 1 / from_copies)
-            one = dataclasses.replace(one, group_size=copies, wire_bytes=one.wire_bytes * factor)
+        if one.network == 'dcn' or (hosts and 'data' in one.axes):
+            size = one.group_size // from_copies * copies
+            factor = (1 - 1 / size) / (1 - 1 / one.group_size)
+            one = dataclasses.replace(one, group_size=size, wire_bytes=one.wire_bytes * factor)
         yield one
 
 
@@ -173,4 +183,6 @@ def _group(collectives: Iterable[Collective], names: Iterable[str]) -> Any:
 
 
 def _entry(one: Collective) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in (*_KIND, 'arrays', 'wire_bytes', 'count')}
+    names = (*_KIND, 'arrays', 'wire_bytes', 'count')
+    entry = {name: getattr(one, name) for name in names}
+    return entry if one.places else {k: v for k, v in entry.items() if k != 'places'}

@@ -12,7 +12,7 @@ from typing import Any
 MEASUREMENTS = Path(__file__).with_name('measured_steps.json')
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class MeasuredRow:
     """One measured training step, and what is known about the program.
 

@@ -1,42 +1,47 @@
-"""The errors of forecasts next to a naive forecast, and the file of constants with their ranges."""
+"""The errors of forecasts of rows whose family was left out of the fit, and ranges that hold.
+
+Nothing else is scored: a row of a family that was fitted says nothing about a new model.
+"""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import hashlib
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import scipy.stats
 
-from meshwright.time.constants import FITTED, constants_of
-from meshwright.time.domain import DOMAINS, Domain, find_distance
-from partitioning.hardware import CHIPS
+from .fitting import Case, Fit
 
-from .fitting import FREE, FREE_OF_COMPILED, GPUS, SOFTWARE, USUAL, Case, Fit
-
+LEFT_OUT = Path(__file__).with_name('left_out.json')
 # Fits constants on cases, from some start; see `fit_constants`.
 Fitter = Callable[[Sequence[Case], np.ndarray | None], tuple[Fit, np.ndarray]]
 
+_SHARE_WITHIN = 0.9  # of left-out forecasts, in the range of a forecast
+_OWN = 6  # times as much as other rows of the platform, rows of a chip count for its range
+_FEW = 4  # families: a chip with fewer has at least the range of its platform
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Forecasted:
-    """A measured step and its forecasts.
+    """A measured step and its forecasts by the other families.
 
     Attributes:
-      naive: the naive forecast: the model's FLOPs at the median MFU of the fitted rows of the chip.
-      fitted: whether the constants were fitted on the row.
+      seconds: the forecast for its framework.
+      unbiased: the same for a program of ours, as users see it.
+      naive: the naive forecast: the model's FLOPs at the median MFU of the other families' rows of
+        the chip.
     """
 
     case: Case
     seconds: float
+    unbiased: float
     naive: float
-    fitted: bool
 
     @property
     def error(self) -> float:
@@ -49,47 +54,57 @@ class Forecasted:
         return self.naive / self.case.seconds - 1
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """The absolute relative errors of some forecasts, and the mean error of the naive ones.
+    """The relative errors of some forecasts.
 
-    `rank` is the rank correlation of forecasts and measurements; see `rank_correlation`.
+    Attributes:
+      mean, median, worst: the absolute errors.
+      bias: the mean of the errors with their signs.
+      naive: the mean absolute error of the naive forecasts.
+      within: the share of rows in the range that the other families give.
+      rank: the rank correlation with the measurements, without superseded rows; see
+        `rank_correlation`.
     """
 
     rows: int
+    families: int
     mean: float
+    median: float
     worst: float
+    bias: float
     naive: float
+    within: float
     rank: float | None
 
 
-def is_left_out(case: Case) -> bool:
-    """Whether a row is in the fixed part of groups that are left out of the fit.
+def forecast_families(
+    cases: Sequence[Case], fit: Fitter, others: Sequence[Case] = ()
+) -> list[Forecasted]:
+    """Forecasts the rows of each family with constants that are fitted on all other families.
 
-    It was decided before anything was fitted: groups with a hash in the first third of all hashes.
-    Models with experts fit nothing.
+    Args:
+      others: rows that fit nothing, such as those of experts, which are forecast as well.
     """
-    return not case.dense or hashlib.sha256(case.group.encode()).digest()[0] < 256 // 3
-
-
-def forecast_with(cases: Sequence[Case], constants: Fit) -> list[Forecasted]:
-    """Forecasts all rows with constants that are fitted on the rows that are not left out."""
-    fitted = [case for case in cases if not is_left_out(case)]
-    return [_forecast(case, constants, fitted, not is_left_out(case)) for case in cases]
-
-
-def forecast_families(cases: Sequence[Case], fit: Fitter) -> list[Forecasted]:
-    """Forecasts the rows of each family with constants that are fitted on all other families."""
     _, start = fit(cases, None)
-    fits = {}
-    for family in {case.family for case in cases}:
-        others = [case for case in cases if case.family != family]
-        fits[family] = fit(others, start)[0], others
-    return [_forecast(case, *fits[case.family], fitted=False) for case in cases]
+    found = []
+    for family in sorted({case.family for case in (*cases, *others)}):
+        rest = [case for case in cases if case.family != family]
+        fitted = fit(rest, start)[0]
+        found += [
+            forecast_one(case, fitted, rest) for case in (*cases, *others) if case.family == family
+        ]
+    return found
 
 
-def _forecast(case: Case, constants: Fit, rows: Sequence[Case], fitted: bool) -> Forecasted:
-    return Forecasted(case, constants.predict(case), naive_forecast(case, rows), fitted)
+def forecast_one(case: Case, constants: Fit, rows: Sequence[Case]) -> Forecasted:
+    """Forecasts a row with constants that were fitted on some other rows."""
+    return Forecasted(
+        case=case,
+        seconds=constants.predict(case),
+        unbiased=constants.unbiased(case),
+        naive=naive_forecast(case, rows),
+    )
 
 
 def naive_forecast(case: Case, rows: Sequence[Case]) -> float:
@@ -102,19 +117,71 @@ def naive_forecast(case: Case, rows: Sequence[Case]) -> float:
     return case.flops / (case.peak * mfu)
 
 
-def score(forecasts: Iterable[Forecasted]) -> Score | None:
-    """Returns the errors of forecasts, or None if there are none."""
+def score(forecasts: Iterable[Forecasted], everything: Sequence[Forecasted]) -> Score | None:
+    """Returns the errors of forecasts, or None if there are none.
+
+    Args:
+      everything: all forecasts, from whose other families the range of each is found.
+    """
     found = list(forecasts)
     if not found:
         return None
     errors = [abs(f.error) for f in found]
+    current = [f for f in found if not f.case.superseded]
+    ranges = {
+        (f.case.family, f.case.chip): range_of(
+            f.case.chip, f.case.platform, everything, f.case.family
+        )
+        for f in found
+    }
+    within = [
+        abs(math.log1p(f.error)) <= math.log1p(ranges[f.case.family, f.case.chip]) for f in found
+    ]
+    rank = rank_correlation([f.seconds for f in current], [f.case.seconds for f in current])
     return Score(
         rows=len(found),
+        families=len({f.case.family for f in found}),
         mean=statistics.fmean(errors),
+        median=statistics.median(errors),
         worst=max(errors),
+        bias=statistics.fmean(f.error for f in found),
         naive=statistics.fmean(abs(f.naive_error) for f in found),
-        rank=rank_correlation([f.seconds for f in found], [f.case.seconds for f in found]),
+        within=statistics.fmean(within),
+        rank=rank,
     )
+
+
+def range_of(chip: str, platform: str, left_out: Iterable[Forecasted], without: str = '') -> float:
+    """The error that nine in ten left-out forecasts of a chip stay below.
+
+    Each family counts as much as any other of its chip, and families of the chip count more than
+    others of its platform.
+
+    Args:
+      without: a family whose rows do not count.
+    """
+    alike = [f for f in left_out if f.case.platform == platform and f.case.family != without]
+    sizes = Counter(f.case.family for f in alike)
+    errors = [abs(math.log1p(f.error)) for f in alike]
+    shares = [1 / sizes[f.case.family] for f in alike]
+    own = [
+        share * (_OWN if f.case.chip == chip else 1) for f, share in zip(alike, shares, strict=True)
+    ]
+    families = {f.case.family for f in alike if f.case.chip == chip}
+    found = _quantile(errors, own)
+    if len(families) < _FEW:
+        found = max(found, _quantile(errors, shares))
+    return math.expm1(found)
+
+
+def _quantile(values: Sequence[float], weights: Sequence[float]) -> float:
+    """The smallest value such that values up to it have nine tenths of the weight."""
+    least, below = _SHARE_WITHIN * math.fsum(weights), 0.0
+    for value, weight in sorted(zip(values, weights, strict=True)):
+        below += weight
+        if below >= least * (1 - 1e-9):
+            return value
+    raise AssertionError('a share of a sum is at most the sum')
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
@@ -127,165 +194,24 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float |
     return float(scipy.stats.spearmanr(first, second).statistic)
 
 
-# The domains of measured steps. Forecasts of other steps are less certain.
-
-_FAR = 0.5  # doublings outside of a domain, from which the growth of errors can be seen
-
-
-def domains_of(
-    fit: Fit, cases: Sequence[Case], left_out: Sequence[Forecasted]
-) -> dict[str, dict[str, Any]]:
-    """The domain of each chip: its fitted rows, or all fitted rows of its platform if it has none.
-
-    Rows whose family was left out say how much errors grow outside: the row decides whose error
-    grew the most, among the rows that are far outside of the domain of all other families.
-
-    Args:
-      cases: all rows.
-      left_out: forecasts of rows without their families.
-    """
-    traced = [case for case in cases if case.origin == 'jaxpr']
-    fitted = [case for case in traced if not is_left_out(case)]
-    growth = {
-        platform: _growth(fit, platform, traced, left_out)
-        for platform in sorted({case.platform for case in traced})
+def write_left_out(forecasts: Iterable[Forecasted]) -> None:
+    """Writes the forecasts of left-out rows: their seconds with bias, without, and naive."""
+    held = {
+        f'{f.case.name} {f.case.origin}': [
+            float(f'{x:.5g}') for x in (f.seconds, f.unbiased, f.naive)
+        ]
+        for f in forecasts
     }
-    domains = {}
-    for name, chip in CHIPS.items():
-        alike = _alike(fitted, name, chip.platform)
-        found = _domain_of(fit, alike, growth[chip.platform])
-        busy = [round_to(x, 3) for x in found.busy]
-        domains[name] = dataclasses.asdict(found) | {'busy': busy}
-    return domains
+    lines = [f'{json.dumps(name)}: {json.dumps(held[name])}' for name in sorted(held)]
+    LEFT_OUT.write_text('{\n' + ',\n'.join(lines) + '\n}\n')
 
 
-def _alike(cases: Iterable[Case], chip: str, platform: str) -> list[Case]:
-    found = [case for case in cases if case.platform == platform]
-    return [case for case in found if case.chip == chip] or found
-
-
-def _domain_of(fit: Fit, cases: Sequence[Case], growth: float) -> Domain:
-    def span(sizes: Iterable[float]) -> tuple[float, float]:
-        found = list(sizes)
-        return min(found), max(found)
-
-    return Domain(
-        steps=len(cases),
-        chips=tuple(sorted({case.chip for case in cases})),
-        busy=span(fit.busy(case) for case in cases),
-        width=span(case.layers.width for case in cases if case.layers),
-        hosts=span(case.loads.num_processes for case in cases),
-        growth=growth,
-    )
-
-
-def _growth(
-    fit: Fit, platform: str, traced: Sequence[Case], left_out: Sequence[Forecasted]
-) -> float:
-    """The largest growth of the logarithm of an error with each doubling outside of a domain."""
-    near, far = [], []
-    for one in left_out:
-        case = one.case
-        if case.platform != platform or case.origin != 'jaxpr':
-            continue
-        others = [other for other in traced if other.family != case.family]
-        domain = _domain_of(fit, _alike(others, case.chip, platform), 0.0)
-        distance = find_distance(domain, case.loads, fit.busy(case), case.layers).doublings
-        error = abs(math.log1p(one.error))
-        if distance >= _FAR:
-            far.append((error, distance))
-        elif not distance:
-            near.append(error)
-    usual = sorted(near)[math.ceil(_SHARE_BELOW * len(near)) - 1]
-    return round_to(max((error - usual) / distance for error, distance in far), 2)
-
-
-# The file of fitted constants, which the step-time model reads.
-
-_SOFTWARE_KEY = 'software on GPUs'
-# Chips without measured rows have the error of those with rows, and half as much again.
-_WIDER = 1.5
-_SHARE_BELOW = 0.9  # of forecasts, in the range of a forecast
-
-
-def write_fit(fit: Fit, cases: Sequence[Case], left_out: Sequence[Forecasted]) -> None:
-    """Writes constants for all chips.
-
-    Args:
-      fit: the constants.
-      cases: all rows; the rows that are left out of the fit are not among the sources.
-      left_out: forecasts of rows without their families, whose errors give the ranges.
-    """
-    fitted = [case for case in cases if not is_left_out(case)]
-    traced = collections.Counter(c.chip for c in fitted if c.origin == 'jaxpr')
-    compiled = collections.Counter(c.chip for c in fitted if c.origin == 'compiler')
-    entries = {}
-    for name, constants in fit.constants.items():
-        figures = {k: round_to(value, 4) for k, value in dataclasses.asdict(constants).items()}
-        figures['error'] = round_to(_range_of(name, left_out), 2)
-        entries[name] = {}
-        for field, value in figures.items():
-            rows = compiled if field == 'cycles_factor' else traced
-            entries[name][field] = {'value': value, 'source': _source(name, field, rows)}
-    entries[_SOFTWARE_KEY] = {
-        name: {'value': round_to(value, 4), 'source': 'fitted on the rows of this software'}
-        for name, value in fit.software.items()
-    }
-    entries[DOMAINS] = domains_of(fit, cases, left_out)
-    FITTED.write_text(json.dumps(entries, indent=1) + '\n')
-
-
-def read_fit() -> Fit:
-    """Reads the constants of all chips, and the factors of other software."""
-    entries = json.loads(FITTED.read_text())
-    constants = {name: constants_of(chip) for name, chip in CHIPS.items()}
-    software = {name: entries[_SOFTWARE_KEY][name]['value'] for name in SOFTWARE}
-    return Fit(constants, software)
-
-
-def round_to(value: float, digits: int) -> float:
-    """Rounds to some significant digits."""
-    return float(f'{value:.{digits}g}')
-
-
-def _range_of(chip: str, left_out: Sequence[Forecasted]) -> float:
-    """The error that most forecasts stay below whose family was left out."""
-    platform = CHIPS[chip].platform
-    alike = [f for f in left_out if f.case.chip == chip]
-    wider = 1.0 if alike else _WIDER
-    alike = alike or [f for f in left_out if f.case.platform == platform]
-    errors = sorted(abs(f.error) for f in alike)
-    return wider * errors[min(len(errors) - 1, math.ceil(_SHARE_BELOW * len(errors)) - 1)]
-
-
-def _source(chip: str, field: str, rows: Mapping[str, int]) -> str:
-    """Where the value of a constant comes from."""
-    shared = [
-        free.chips
-        for free in (*FREE, *FREE_OF_COMPILED)
-        if free.name == field and chip in free.chips
-    ]
-    fitted_on = sorted({name for chips in shared for name in chips if rows[name]})
-    if field == 'error':
-        if rows[chip]:
-            return f'nine in ten of the errors on rows of {chip} when their family is left out'
-        on = 'GPUs' if chip in GPUS else 'TPUs'
-        return f'no row of {chip}: half as much again as the errors of other {on}'
-    if fitted_on:
-        counts = ', '.join(f'{rows[name]} of {name}' for name in fitted_on)
-        return f'fitted on measured rows: {counts}'
-    return _ASSUMED.get(field, 'assumed')
-
-
-_BOOK = 'scaling book, chapter on TPUs'
-_ASSUMED = {
-    'link_efficiency': f'45 of 50 GB/s per link ({_BOOK}); 360 of 450 GB/s of NVLink in ring '
-    'collectives',
-    'host_bandwidth': f'PCIe ({_BOOK})',
-    'network_efficiency': 'assumed: exposed seconds are fitted as hidden_network_share',
-    'hidden_network_share': 'assumed: exposed seconds are fitted as network_efficiency',
-    'exchange_latency': 'assumed: the start of one exchange',
-    'hop_latency': f'about 1 us per hop of ICI ({_BOOK})',
-    'cycles_factor': 'assumed: the estimates as they are',
-}
-assert set(USUAL) == set(CHIPS)
+def read_left_out(cases: Iterable[Case]) -> list[Forecasted]:
+    """Reads the forecasts of left-out rows; cases without one are left out."""
+    held: Mapping[str, Sequence[float]] = json.loads(LEFT_OUT.read_text())
+    found = []
+    for case in cases:
+        if numbers := held.get(f'{case.name} {case.origin}'):
+            seconds, unbiased, naive = numbers
+            found.append(Forecasted(case=case, seconds=seconds, unbiased=unbiased, naive=naive))
+    return found

@@ -224,16 +224,20 @@ class _Reader:
             arrays = arrays[:1]
         places = [*re.finditer(r'\bloc\((.*?)\)(?= |$)', text)]
         stack = tuple(self._stack(places[-1][1])) if places else ()
+        axes = self._mesh.within(groups) if self._mesh else ()
         return Collective(
             kind=kind,
             network='ici',
-            axes=self._mesh.within(groups) if self._mesh else (),
+            axes=axes,
             group_size=size,
             arrays=tuple(map(str, arrays)),
             wire_bytes=RING_SHARES[kind](size) * sum(array.nbytes for array in arrays),
             count=times,
             op_name=self._op_name(places[-1][1]) if places else '',
             source=user_line(stack),
+            places=self._mesh.places_of(groups, axes)
+            if self._mesh and kind != 'collective-permute'
+            else (),
         )
 
     def _groups(self, text: str) -> Groups:

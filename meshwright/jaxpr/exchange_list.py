@@ -49,8 +49,9 @@ def exchanges_of(step: Step, axes: Axes, traced: TracedProgram, times: int) -> I
     # of the operand of the whole exchange.
     shares: list[tuple[str, int, float]]
     nbytes = given.shard_bytes(traced.axis_sizes)
+    places: tuple[int, ...] = ()
     if groups := step.params.get('axis_index_groups'):  # a part of an axis
-        shares = [('ici', len(groups[0]), 1.0)]
+        shares, places = [('ici', len(groups[0]), 1.0)], tuple(groups[0])
     else:
         between = math.prod(traced.slices.get(axis, 1) for axis in axes)
         within = math.prod(traced.axis_sizes[axis] for axis in axes) // between
@@ -71,4 +72,5 @@ def exchanges_of(step: Step, axes: Axes, traced: TracedProgram, times: int) -> I
             op_name=step.op_name,
             source=user_line(step.place.lines) or step.place.source,
             asynchronous=None,  # only a compiler decides it
+            places=places,
         )

@@ -44,6 +44,8 @@ class Collective:
       source: the 'file:line' of the Python code.
       asynchronous: whether the program computes while it runs; None if nothing was compiled.
       instruction: its name in the program.
+      places: where the devices of its first group are along `axes`, as numbers of the devices there
+        in the order of the mesh; empty if the group has all of them.
     """
 
     kind: str
@@ -57,6 +59,7 @@ class Collective:
     source: str
     asynchronous: bool | None = False
     instruction: str = ''
+    places: tuple[int, ...] = ()
 
     @property
     def total_bytes(self) -> float:
@@ -83,14 +86,37 @@ class MeshAxes:
 
         Programs for several slices number the devices of one slice.
         """
+        groups, sizes = self._in_order(groups)
+        listed = 1 + max(max(group) for group in groups)
+        return axes_of_groups(groups, sizes) if listed <= math.prod(sizes.values()) else ()
+
+    def places_of(self, groups: Groups, axes: Sequence[str]) -> tuple[int, ...]:
+        """Where the devices of the first group are along the axes that all groups span.
+
+        Slices come first along an axis that spans several, so places in a slice are also places in
+        the whole mesh.
+
+        Returns:
+          Their numbers among the devices along the axes, or () if the group has all of these.
+        """
+        groups, sizes = self._in_order(groups)
+        if not axes or len(groups[0]) == math.prod(sizes[name] for name in axes):
+            return ()
+        places = dict(zip(sizes, np.unravel_index(groups[0], tuple(sizes.values())), strict=True))
+        along = np.ravel_multi_index(
+            tuple(places[name] for name in axes), tuple(self.sizes[name] for name in axes)
+        )
+        return tuple(int(n) for n in along)
+
+    def _in_order(self, groups: Groups) -> tuple[Groups, dict[str, int]]:
+        """Groups with numbers in the order of the mesh, and the sizes of the axes there."""
         sizes = dict(self.sizes)
         if self.order:
             places = {device: place for place, device in enumerate(self.order)}
             groups = tuple(tuple(places.get(n, n) for n in group) for group in groups)
-        listed = 1 + max(max(group) for group in groups)
-        if listed < math.prod(sizes.values()):
+        if 1 + max(max(group) for group in groups) < math.prod(sizes.values()):
             sizes = {name: size // self.slices.get(name, 1) for name, size in sizes.items()}
-        return axes_of_groups(groups, sizes) if listed <= math.prod(sizes.values()) else ()
+        return groups, sizes
 
 
 def find_collectives(
@@ -164,6 +190,7 @@ def _describe(
     overlaps: bool,
 ) -> Collective:
     names = instruction.operands
+    places: tuple[int, ...] = ()
     if instruction.opcode == 'send':
         kind, size = _between_slices(instruction)
         network, names = 'dcn', names[:1]
@@ -172,6 +199,8 @@ def _describe(
         kind, network = instruction.opcode.removesuffix('-start'), 'ici'
         groups = parse_groups(instruction.attributes, program.num_devices)
         axes, size = mesh.within(groups) if mesh else (), len(groups[0])
+        if mesh and kind != 'collective-permute':
+            places = mesh.places_of(groups, axes)
         if kind == 'all-reduce' and inside.name.startswith(_REDUCE_SCATTER):
             kind = 'reduce-scatter'
     given = [inside.instructions[name] for name in names]
@@ -191,6 +220,7 @@ def _describe(
         # A transfer between slices is started by a send and awaited by its send-done.
         asynchronous=overlaps or instruction.opcode.endswith('-start') or network == 'dcn',
         instruction=instruction.name,
+        places=places,
     )
 
 

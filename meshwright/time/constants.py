@@ -14,7 +14,7 @@ from partitioning.hardware import Chip
 FITTED = Path(__file__).with_name('fitted_constants.json')
 _UNITS = {
     'host_bandwidth': 'bytes/s',
-    'host_delay': 's',
+    'network_latency': 's',
     'exchange_latency': 's',
     'hop_latency': 's',
 }
@@ -41,8 +41,13 @@ class Constant:
 class ChipConstants:
     """The constants of one chip.
 
+    Shares and efficiencies are between 0 and 1. `benchmarks/measured_steps/fitting.py` says which
+    of them are fitted.
+
     Attributes:
-      matmul_efficiency: the share of the peak rate that matrix products reach, by their FLOPs.
+      matmul_efficiency: the share of the peak rate that matrix products reach while they compute.
+      product_traffic: the share of the traffic of their operands and results with the memory that
+        does not overlap with their computation.
       cycles_factor: the time of operations, as a multiple of the compiler's estimate.
       kernel_efficiency: the share of the peak rate that hand-written kernels reach.
       memory_efficiency: the share of the memory's bandwidth that other operations reach.
@@ -51,16 +56,19 @@ class ChipConstants:
       hidden_share: the share of the exchanges over fast links that computation hides.
       hidden_network_share: the same for exchanges between slices or hosts.
       host_bandwidth: the bandwidth between a chip and the memory of its host.
-      host_delay: what a step takes in addition each time that the number of hosts doubles, because
-        all wait for the slowest.
+      host_interference: the share of the copies to and from the host that delays computation,
+        which they overlap with.
       exchange_latency: what the start of each exchange takes in addition.
       hop_latency: what each link on its way takes in addition.
-      slice_delay: the share by which a step grows each time that the number of slices or NVLink
-        domains doubles.
-      error: the relative error on measured steps that nine in ten forecasts stay below.
+      network_latency: what each phase of a ring between slices or hosts takes in addition.
+      slice_spread: by how much the time of a step varies from slice to slice, as a share. All wait
+        for the slowest slice.
+      error: the relative error on measured steps that nine in ten forecasts by formula stay below.
+      compiled_error: the same for forecasts of compiled programs.
     """
 
     matmul_efficiency: float
+    product_traffic: float
     cycles_factor: float
     kernel_efficiency: float
     memory_efficiency: float
@@ -69,11 +77,13 @@ class ChipConstants:
     hidden_share: float
     hidden_network_share: float
     host_bandwidth: float
-    host_delay: float
+    host_interference: float
     exchange_latency: float
     hop_latency: float
-    slice_delay: float
+    network_latency: float
+    slice_spread: float
     error: float
+    compiled_error: float
 
 
 @functools.cache

@@ -28,7 +28,7 @@ class Domain:
     Attributes:
       steps: the number of measured steps.
       chips: the chips that they ran on: the chip itself, or all of its platform if it has none.
-      busy: the seconds of a step without the delays of hosts and slices.
+      busy: the seconds of a step without what slices wait for each other.
       width: the width of products, as in `Layers`.
       hosts: the number of hosts.
       growth: the logarithm by which the error grows with each doubling outside of a range.
@@ -69,7 +69,7 @@ def find_distance(
     """How far a step is outside of a domain.
 
     Args:
-      busy: the seconds of the step, without the delays of hosts and slices.
+      busy: the seconds of the step, without what slices wait for each other.
       layers: its products, if they are known.
     """
     sizes = [

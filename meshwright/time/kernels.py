@@ -23,7 +23,13 @@ from meshwright.jaxpr.primitives import names_in
 from meshwright.jaxpr.values import Block, Step, Value, loop_counts
 from meshwright.jaxpr.writing_out import write_out
 from meshwright.time.work import KernelWork
-from partitioning.products.flops import RECOMPUTED, count_jaxpr_flops, count_runs
+from partitioning.products.flops import (
+    RECOMPUTED,
+    bodies_of,
+    count_jaxpr_flops,
+    count_runs,
+    open_jaxpr,
+)
 
 # The matrix products of attention: two forward; backward five, two of which are recomputed scores.
 _FORWARD, _BACKWARD = 2, 5
@@ -100,12 +106,12 @@ def _search_step(step: Step, arguments: list[Any]) -> _Outcome:
     if step.name == 'cond':
         return _search(step.bodies[_choose_branch(step, arguments[0])], arguments[1:])
     if step.bodies:
-        return (), _search_loop(step, arguments)
+        return _search_loop(step, arguments)
     if _is_kernel(step):
         return (), [_work_of(step, arguments)]
-    if step.is_border:  # a shard_map gives each device a part, unless an array is not sharded
-        is_whole = step.inputs[0].shape == step.outputs[0].shape
-        return (arguments if is_whole else ()), []
+    if step.is_border:
+        known, to_shape = arguments[0], step.outputs[0].shape
+        return ([] if known is None else [_cross_border(known, to_shape)]), []
     compute = _OPERATIONS.get(step.name)
     if compute is None or any(argument is None for argument in arguments):
         return (), []
@@ -114,19 +120,45 @@ def _search_step(step: Step, arguments: list[Any]) -> _Outcome:
     return [np.asarray(compute(step.params, *arguments))], []
 
 
-def _search_loop(step: Step, arguments: Sequence[Any]) -> list[KernelWork]:
-    """A loop whose iterations differ only in a `cond` runs once for each iteration."""
+def _cross_border(known: np.ndarray, to_shape: Sequence[int]) -> np.ndarray | None:
+    """An array on the other side of the border of a shard_map, where its shape is another one.
+
+    The parts of all devices are equal if they are known inside, and are known inside only if they
+    are equal.
+    """
+    known = np.asarray(known)
+    if known.shape == tuple(to_shape):
+        return known
+    if 0 in known.shape or 0 in to_shape or max(known.size, math.prod(to_shape)) >= _LARGEST:
+        return None
+    counts = [-(-n // m) for n, m in zip(to_shape, known.shape, strict=True)]
+    if known.size < math.prod(to_shape):
+        whole = np.tile(known, counts)
+        return whole if whole.shape == tuple(to_shape) else None
+    part = known[tuple(slice(n) for n in to_shape)]
+    counts = [n // m for n, m in zip(known.shape, to_shape, strict=True)]
+    return part if np.array_equal(np.tile(part, counts), known) else None
+
+
+def _search_loop(step: Step, arguments: Sequence[Any]) -> _Outcome:
+    """A loop whose iterations differ in a `cond` is searched once for each iteration.
+
+    What its iterations return is known if it is known in each: a backward pass reads there which
+    branch the forward pass has taken.
+    """
     (body,), (constants, carried) = step.bodies, loop_counts(step)
     fixed = [*arguments[:constants], *[None] * carried]
     rows = arguments[constants + carried :]
     if not _chooses_kernels(body):
         _, found = _search(body, [*fixed, *[None] * len(rows)])
-        return [_add([kernel], times=step.times) for kernel in found]
-    return [
-        kernel
+        return (), [_add([kernel], times=step.times) for kernel in found]
+    runs = [
+        _search(body, [*fixed, *[x if x is None else x[i] for x in rows]])
         for i in range(step.times)
-        for kernel in _search(body, [*fixed, *[x if x is None else x[i] for x in rows]])[1]
     ]
+    returned = zip(*(results[carried:] for results, _ in runs), strict=True)
+    stacked = [None if any(x is None for x in each) else np.stack(each) for each in returned]
+    return [None] * carried + stacked, [kernel for _, found in runs for kernel in found]
 
 
 def _choose_branch(step: Step, chosen: Any) -> int:
@@ -152,7 +184,7 @@ def _is_kernel(step: Step) -> bool:
 def _work_of(step: Step, arguments: Sequence[Any]) -> KernelWork:
     name = step.name
     if name == 'pallas_call':
-        name = str(step.params['name'])
+        name, size = str(step.params['name']), _width_of(step.params['jaxpr'])
         flops = count_jaxpr_flops(step.params['jaxpr']) * count_runs(step.place.equation)
         flops *= _share_of_blocks(name, arguments)
     else:
@@ -169,8 +201,25 @@ def _work_of(step: Step, arguments: Sequence[Any]) -> KernelWork:
     nbytes = sum(value.nbytes for value in (*step.inputs, *step.outputs))
     is_backward = step.place.is_backward or RECOMPUTED in step.place.path
     return KernelWork(
-        name=name, flops=flops, nbytes=nbytes, count=1, forward_flops=0 if is_backward else flops
+        name=name,
+        flops=flops,
+        nbytes=nbytes,
+        count=1,
+        forward_flops=0 if is_backward else flops,
+        width=size,
     )
+
+
+def _width_of(jaxpr: Any) -> int:
+    """The smallest size of the products of a kernel; 0 if it has none."""
+    sizes = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == 'dot_general':
+            (summed, _), _ = equation.params['dimension_numbers']
+            left, result = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+            sizes += [n for d, n in enumerate(left) if d in summed] + list(result)
+        sizes += [n for n in (_width_of(open_jaxpr(b)[0]) for b in bodies_of(equation)) if n]
+    return min(sizes, default=0)
 
 
 def _add(kernels: Sequence[KernelWork], times: int = 1) -> KernelWork:
@@ -181,6 +230,7 @@ def _add(kernels: Sequence[KernelWork], times: int = 1) -> KernelWork:
         nbytes=math.fsum(kernel.nbytes for kernel in kernels) * times,
         count=sum(kernel.count for kernel in kernels) * times,
         forward_flops=math.fsum(kernel.forward_flops for kernel in kernels) * times,
+        width=min(kernel.width for kernel in kernels),
     )
 
 

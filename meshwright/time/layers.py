@@ -18,6 +18,33 @@ _SHARE = 0.1  # of the FLOPs, from which a kind matters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Product:
+    """All products of some sizes in a step, on one device: (rows, summed) by (summed, columns).
+
+    Attributes:
+      rows, summed, columns: the sizes.
+      flops: the floating-point operations of all of them in one step.
+      nbytes: the bytes of their operands and results.
+    """
+
+    rows: int
+    summed: int
+    columns: int
+    flops: float
+    nbytes: float
+
+    def padding(self, unit: int) -> float:
+        """How much a matrix unit of this side computes for each operation of the product.
+
+        One of three sizes streams through the unit, in steps of 8. The other two fill its sides.
+        """
+        sizes = self.rows, self.summed, self.columns
+        steps = [math.ceil(n / min(unit, 8)) * min(unit, 8) / n for n in sizes]
+        sides = [math.ceil(n / unit) * unit / n for n in sizes]
+        return min(steps[i] * sides[i - 1] * sides[i - 2] for i in range(3))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Layers:
     """The products of a step on one device.
 
@@ -25,26 +52,38 @@ class Layers:
       width: of half of the FLOPs, the smallest size of the product is at least this. A product of
         matrices of (m, k) and (k, n) elements, on one device, has three sizes.
       kinds: the kinds of products that matter, besides products of plain matrices.
+      products: the products, those of the same sizes together; without convolutions.
     """
 
     width: float
     kinds: tuple[str, ...] = ()
+    products: tuple[Product, ...] = dataclasses.field(default=(), compare=False)
 
 
 def describe_layers(traced: TracedProgram) -> Layers | None:
     """The products of a traced function, or None if it has none."""
     widths, kinds = defaultdict[int, float](float), defaultdict[str, float](float)
+    sums = defaultdict[tuple[int, int, int], list[float]](lambda: [0.0, 0.0])
     for step, times in _products(traced.block, 1):
         arrays = *step.inputs[:2], step.outputs[0]
         lhs, rhs, result = (value.shard_shape(traced.axis_sizes) for value in arrays)
         flops = times * product_flops(step.name, step.params, lhs, rhs, result)
-        widths[_width(step, lhs, rhs, result)] += flops
+        sizes = _sizes(step, lhs, rhs, result)
+        widths[min(sizes)] += flops
         kinds[step.name] += flops
+        if step.name != 'conv_general_dilated':
+            sums[sizes][0] += flops
+            sums[sizes][1] += times * sum(v.shard_bytes(traced.axis_sizes) for v in arrays)
     whole = math.fsum(widths.values())
     if not whole:
         return None
     found = tuple(word for name, word in KINDS.items() if kinds[name] >= _SHARE * whole)
-    return Layers(width=_median(widths), kinds=found)
+    products = tuple(
+        Product(rows=m, summed=k, columns=n, flops=flops, nbytes=nbytes)
+        for (m, k, n), (flops, nbytes) in sums.items()
+        if flops
+    )
+    return Layers(width=_median(widths), kinds=found, products=products)
 
 
 def _products(block: Block, times: int) -> Iterator[tuple[Step, int]]:
@@ -55,15 +94,17 @@ def _products(block: Block, times: int) -> Iterator[tuple[Step, int]]:
             yield step, times
 
 
-def _width(step: Step, lhs: Sequence[int], rhs: Sequence[int], result: Sequence[int]) -> int:
-    """The smallest size of a product, of which each matrix may have several dimensions."""
+def _sizes(
+    step: Step, lhs: Sequence[int], rhs: Sequence[int], result: Sequence[int]
+) -> tuple[int, int, int]:
+    """The rows, summed elements and columns of a product, each of one or several dimensions."""
     if step.name == 'conv_general_dilated':
         columns = rhs[step.params['dimension_numbers'].rhs_spec[0]]
-        return min(columns, math.prod(rhs) // columns, math.prod(result) // columns)
+        return math.prod(result) // columns, math.prod(rhs) // columns, columns
     (summed, summed_rhs), (batch, batch_rhs) = _dimensions(step)
     rows = _free(lhs, (*summed, *batch))
     columns = _free(rhs, (*summed_rhs, *batch_rhs))
-    return min(rows, columns, math.prod(lhs[d] for d in summed))
+    return rows, math.prod(lhs[d] for d in summed), columns
 
 
 def _dimensions(step: Step) -> tuple[Any, Any]:

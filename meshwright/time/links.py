@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from jax.sharding import Mesh
@@ -112,18 +112,24 @@ class Machine:
         """The number of TPU slices or NVLink domains."""
         return len(np.unique(self.granules))
 
-    def links_along(self, axes: Iterable[str]) -> Links:
-        """The links of the first device's group along some mesh axes; all groups are alike."""
+    def links_along(self, axes: Iterable[str], places: Sequence[int] = ()) -> Links:
+        """The links of the first device's group along some mesh axes; all groups are alike.
+
+        Args:
+          axes: the names of the axes.
+          places: the numbers of the devices along the axes that are in the group; () for all.
+        """
         chosen = set(axes)
         index = tuple(slice(None) if name in chosen else 0 for name in self.axes)
-        places = self.places[index].reshape(-1, self.places.shape[-1])
-        numbers = np.ravel(self.granules[index])
-        mine = np.unique(places[numbers == numbers[0]], axis=0)
+        members = list(places) or slice(None)
+        positions = self.places[index].reshape(-1, self.places.shape[-1])[members]
+        numbers = np.ravel(self.granules[index])[members]
+        mine = np.unique(positions[numbers == numbers[0]], axis=0)
         granules = len(np.unique(numbers))
         return Links(
-            size=len(places),
+            size=len(positions),
             granules=granules,
-            cores=max(1, len(places) // granules // len(mine)),
+            cores=max(1, len(positions) // granules // len(mine)),
             dimensions=self._dimensions(mine),
         )
 

@@ -6,8 +6,8 @@ import dataclasses
 
 from meshwright.program.collectives import Collective
 from meshwright.time.links import Dimension, Links, Machine
-from meshwright.time.work import Work
-from partitioning.hardware import CHIPS
+from meshwright.time.work import KernelWork, Work
+from partitioning.hardware import CHIPS, Chip
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -19,6 +19,7 @@ class ExchangeLoad:
       slow: whether they cross the network between slices or hosts.
       seconds: their time at the peak rate of the links.
       count: the number of executions in one step.
+      phases: the phases of their rings between slices or hosts, in all executions.
       hops: the number of links that data passes one after another, in all executions.
     """
 
@@ -26,6 +27,7 @@ class ExchangeLoad:
     slow: bool
     seconds: float = 0.0
     count: int = 0
+    phases: int = 0
     hops: int = 0
 
 
@@ -35,7 +37,8 @@ class Loads:
 
     Attributes:
       chip: the name of the chip.
-      products: matrix products by their FLOPs.
+      products: matrix products by their FLOPs, padded to the matrix units of the chip.
+      product_memory: the bytes of their operands and results.
       estimated_products: matrix products by the compiler's estimate, or None.
       memory: other operations by their bytes.
       estimated_others: other operations by the compiler's estimate, or None.
@@ -49,6 +52,7 @@ class Loads:
 
     chip: str
     products: float
+    product_memory: float
     estimated_products: float | None
     memory: float
     estimated_others: float | None
@@ -64,6 +68,7 @@ def find_loads(work: Work, machine: Machine) -> Loads:
     """Returns how long the work of a step would take on a machine at peak rates."""
     chip = CHIPS[work.chip]
     peak, bandwidth = chip.peak_flops_per_device, chip.hbm_bandwidth / chip.devices
+    products, unit = work.layers.products if work.layers else (), chip.matrix_unit
     on_tpus = machine.chip.platform == 'tpu'
     fast, between = ('ICI', 'DCN') if on_tpus else ('NVLink', 'network')
     exchanges: dict[str, ExchangeLoad] = {}
@@ -75,20 +80,39 @@ def find_loads(work: Work, machine: Machine) -> Loads:
         load = exchanges.setdefault(name, ExchangeLoad(name=name, slow=slow))
         load.seconds += time_exchange(collective, links, machine) * collective.count
         load.count += collective.count
+        load.phases += _phases(collective, links) * collective.count
         load.hops += links.hops * collective.count
     return Loads(
         chip=work.chip,
-        products=work.matmul_flops / peak,
+        products=(work.matmul_flops + sum((p.padding(unit) - 1) * p.flops for p in products))
+        / peak,
+        product_memory=sum(p.nbytes for p in products) / bandwidth,
         estimated_products=work.matmul_seconds,
         memory=work.other_bytes / bandwidth,
         estimated_others=work.other_seconds,
-        kernels=sum(kernel.flops for kernel in work.kernels) / peak,
+        kernels=sum(_padded(kernel, chip) for kernel in work.kernels) / peak,
         kernel_memory=sum(kernel.nbytes for kernel in work.kernels) / bandwidth,
         exchanges=tuple(exchanges.values()),
         host_bytes=work.host_bytes,
         num_granules=machine.num_granules,
         num_processes=machine.num_processes,
     )
+
+
+_LANES = 128  # of a TPU's registers, to which kernels pad the last dimension of an array
+
+
+def _padded(kernel: KernelWork, chip: Chip) -> float:
+    """The FLOPs of a kernel, with those on padding: heads of 64 fill half of the lanes of a TPU."""
+    if chip.platform != 'tpu' or not 0 < kernel.width < _LANES:
+        return kernel.flops
+    return kernel.flops * _LANES / kernel.width
+
+
+def _phases(collective: Collective, links: Links) -> int:
+    """The phases of a ring between slices or hosts: an all-reduce goes around twice."""
+    twice = 2 if collective.kind == 'all-reduce' else 1
+    return twice * (links.granules - 1)
 
 
 _EVERYONE_TO_EVERYONE = ('all-to-all', 'ragged-all-to-all')
@@ -105,10 +129,10 @@ def links_of(collective: Collective, machine: Machine) -> Links:
     if collective.network == 'dcn':
         return Links(size=collective.group_size, granules=collective.group_size)
     if collective.axes:
-        links = machine.links_along(collective.axes)
+        links = machine.links_along(collective.axes, collective.places)
         if links.size == collective.group_size or collective.kind == 'collective-permute':
             return links
-    # Where the axes are not known, the devices count as a line.
+    # Where nobody knows which devices they are, they count as a line.
     line = Dimension(collective.group_size, closed=False)
     return Links(size=collective.group_size, dimensions=(line,))
 

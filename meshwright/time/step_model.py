@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+import numpy as np
 from jax.sharding import Mesh
 
 from meshwright.time.constants import ChipConstants, Constant, constants_of, list_constants
@@ -70,11 +71,12 @@ def estimate_step_time(
     loads = find_loads(work, machine)
     chosen = constants or constants_of(machine.chip)
     domain = domain_of(machine.chip)
-    parts = without_delays(loads, chosen)
+    parts = busy_parts(loads, chosen)
     busy = math.fsum(part.exposed for part in parts)
-    parts += delays(loads, chosen, busy, domain.busy[0])
+    parts.append(wait_for_slices(loads, chosen, busy))
     distance = find_distance(domain, loads, busy, work.layers)
-    error = (1 + chosen.error) * math.exp(domain.growth * distance.doublings) - 1
+    usual = chosen.compiled_error if work.origin == 'compiler' else chosen.error
+    error = (1 + usual) * math.exp(domain.growth * distance.doublings) - 1
     kept = sorted((p for p in parts if p.seconds > 0), key=lambda part: -part.exposed)
     seconds = math.fsum(part.exposed for part in kept)
     return StepTime(
@@ -87,42 +89,48 @@ def estimate_step_time(
     )
 
 
-def delays(
-    loads: Loads, constants: ChipConstants, busy: float, shortest: float = 0.0
-) -> list[TimePart]:
-    """What hosts and slices wait for each other, in a step that takes `busy` seconds without it.
+# The mean of the largest of n numbers with a normal distribution, of variance 1 and mean 0.
+_LARGEST_OF = {1: 0.0, 2: 0.564, 4: 1.029, 8: 1.424, 16: 1.766, 32: 2.070, 64: 2.344, 128: 2.595}
 
-    Args:
-      shortest: the seconds of the shortest step that the delays of hosts were fitted on. In a
-        shorter one they are shorter in proportion, because nobody has seen them there.
+
+def wait_for_slices(loads: Loads, constants: ChipConstants, busy: float) -> TimePart:
+    """What a step that takes `busy` seconds waits for the slowest slice.
+
+    The times of slices vary around a mean, and nobody is faster than the slowest of them.
     """
-    share = min(1.0, busy / shortest) if shortest else 1.0
-    hosts = share * constants.host_delay * math.log2(loads.num_processes)
-    slices = (busy + hosts) * constants.slice_delay * math.log2(loads.num_granules)
-    waiting = {'waiting for the slowest host': hosts, 'waiting for other slices or hosts': slices}
-    return [TimePart(name=name, seconds=n, exposed=n) for name, n in waiting.items()]
+    counts = list(_LARGEST_OF)
+    most = np.interp(math.log2(loads.num_granules), np.log2(counts), [*_LARGEST_OF.values()])
+    seconds = busy * constants.slice_spread * float(most)
+    return TimePart(name='waiting for other slices or hosts', seconds=seconds, exposed=seconds)
 
 
-def without_delays(loads: Loads, constants: ChipConstants) -> list[TimePart]:
-    """The parts of a step, without what hosts and slices wait for each other."""
+def busy_parts(loads: Loads, constants: ChipConstants) -> list[TimePart]:
+    """The parts of a step, without what slices wait for each other."""
     parts = [*_computing(loads, constants)]
     computing = math.fsum(part.exposed for part in parts)
     parts += _moving(loads, computing, constants)
-    starts = sum(exchange.count for exchange in loads.exchanges) * constants.exchange_latency
-    ways = sum(exchange.hops for exchange in loads.exchanges) * constants.hop_latency
-    latency = starts + ways
+    exchanges = loads.exchanges
+    starts = sum(exchange.count for exchange in exchanges) * constants.exchange_latency
+    ways = sum(exchange.hops for exchange in exchanges) * constants.hop_latency
+    rings = sum(exchange.phases for exchange in exchanges) * constants.network_latency
+    latency = starts + ways + rings
     parts.append(TimePart(name='starts of exchanges', seconds=latency, exposed=latency))
     return parts
 
 
 def _computing(loads: Loads, constants: ChipConstants) -> Iterator[TimePart]:
-    """The parts that occupy the compute units of a device."""
+    """The parts that occupy the compute units of a device.
+
+    Where the compiler has estimates, its estimate and the formula are two estimates of one time,
+    which are wrong in different ways: their geometric mean counts.
+    """
     products = loads.products / constants.matmul_efficiency
+    products += loads.product_memory * constants.product_traffic
     others = loads.memory / constants.memory_efficiency
     if loads.estimated_products is not None:
-        products = loads.estimated_products * constants.cycles_factor
+        products = math.sqrt(products * loads.estimated_products * constants.cycles_factor)
     if loads.estimated_others is not None:
-        others = loads.estimated_others * constants.cycles_factor
+        others = math.sqrt(others * loads.estimated_others * constants.cycles_factor)
     kernels = max(
         loads.kernels / constants.kernel_efficiency,
         loads.kernel_memory / constants.memory_efficiency,
@@ -135,7 +143,8 @@ def _computing(loads: Loads, constants: ChipConstants) -> Iterator[TimePart]:
 def _moving(loads: Loads, computing: float, constants: ChipConstants) -> Iterator[TimePart]:
     """The parts that move data, of which computation hides a share.
 
-    Copies to and from the host are hidden as a whole as long as they take less time.
+    Copies to and from the host run while the device computes, which they delay a little. They end
+    the step if they take longer.
     """
     for exchange in loads.exchanges:
         efficiency, hidden = constants.link_efficiency, constants.hidden_share
@@ -145,4 +154,5 @@ def _moving(loads: Loads, computing: float, constants: ChipConstants) -> Iterato
         yield TimePart(name=exchange.name, seconds=seconds, exposed=seconds * (1 - hidden))
     copying = loads.host_bytes * CHIPS[loads.chip].devices / constants.host_bandwidth
     exposed = max(0.0, copying - computing)
+    exposed += constants.host_interference * min(copying, computing)
     yield TimePart(name='copies to and from the host', seconds=copying, exposed=exposed)

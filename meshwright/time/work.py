@@ -25,6 +25,7 @@ class KernelWork:
       count: the number of executions in one call.
       forward_flops: the part of `flops` outside of the backward pass; nan if it is not known, as
         for stored work from which only a step time is computed.
+      width: the smallest size of its products, such as the size of a head; 0 if it is not known.
     """
 
     name: str
@@ -32,6 +33,7 @@ class KernelWork:
     nbytes: float
     count: int
     forward_flops: float = math.nan
+    width: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

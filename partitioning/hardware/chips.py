@@ -54,6 +54,13 @@ class Chip:
     source: str
 
     @property
+    def matrix_unit(self) -> int:
+        """The side of a matrix unit, to which products are padded; 1 for GPUs."""
+        if self.platform == 'gpu':
+            return 1
+        return 256 if self.name in ('v6e', 'tpu7x') else 128
+
+    @property
     def hbm_bytes_per_device(self) -> int:
         """The memory of one JAX device, in bytes."""
         return self.hbm_bytes // self.devices

@@ -176,7 +176,7 @@ def test_links_and_chips_are_drawn():
         [ends] = re.findall('<path d="([^"]*)" class="end"', figure)
         assert links.count('M') == 4 * 24 and ends.count('M') == 4 * 16 + 64 * 2
         assert figure.count(' on"') == size
-    assert 'each step is one link and the ring closes' in figures[1]
+    assert 'each step is one link, and so is the way back to the first device' in figures[1]
 
 
 def test_gpus_have_hosts():

@@ -11,6 +11,7 @@ from meshwright.forecasting import forecast
 from meshwright.jaxpr import estimate_memory, trace_function
 from meshwright.report.forecasts import Forecast
 from meshwright.time import Work, estimate_step_time, estimate_work
+from meshwright.time.layers import describe_layers
 from partitioning.hardware import CHIPS, chip_of
 from partitioning.products.flops import count_jaxpr_flops
 from partitioning.programs.partitioned_function import PartitionedCallable
@@ -124,7 +125,7 @@ def predict_step(planned: PlannedStep) -> Prediction:
             f'one of {", ".join(CHIPS)}'
         )
     traced = trace_function(planned.step, *planned.arguments)
-    work = estimate_work(traced, chip)
+    work = estimate_work(traced, chip, layers=describe_layers(traced))
     even_share = count_jaxpr_flops(traced.jaxpr, kernels=False) / mesh.size
     time = estimate_step_time(work, mesh)
     bound = estimate_step_time(least_work(work, even_share), mesh)

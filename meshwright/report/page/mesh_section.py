@@ -53,7 +53,7 @@ def _describe_ring(ring: AxisRing | None) -> Html | None:
         return None
     words = f' {ring.network}'
     if ring.worst_hops == 1 and ring.network == 'ICI':
-        words += ', each step is one link and the ring closes'
+        words += ', each step is one link, and so is the way back to the first device'
     elif ring.mean_hops is not None and ring.worst_hops is not None:
         words += f', {ring.mean_hops:.2f} links per step of the ring, {ring.worst_hops} at most'
     return tag('small', words)
@@ -69,9 +69,11 @@ def _key(placement: Placement | None) -> Html | None:
     if placement.bounds:
         rings = [axis for axis, closed in zip('xyz', placement.wrap, strict=True) if closed]
         closed = ', '.join(rings)
-        words += f'Links close to rings along {closed}. ' if rings else 'No links close to rings. '
         if rings:
-            words += 'Ends outside a plane are such links. '
+            words += f'Links join both ends of the machine along {closed}: '
+            words += 'they are drawn as ends outside a plane. '
+        else:
+            words += 'No links join the ends of the machine. '
         if placement.bounds[2] > 1:
             words += 'Diagonal ends lead to the same place in the planes before and behind.'
     else:
