@@ -1,12 +1,16 @@
-"""What `make docs` adds to the pages of docs/: notebooks, and documents of the root folder.
+"""What `make docs` adds to the pages of docs/: notebooks, documents of other folders, help texts.
 
 Links in these files point to files of the repository, so that they also work where the repository
 is shown. Here they become links to the pages of the site.
 """
 
 import json
+import os
 import posixpath
 import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 from mkdocs.structure.files import File
@@ -26,20 +30,21 @@ SITE = {path: uri for uri, path in (PAGES | PICTURES).items()} | {
     'README.md': 'index.md',
     'CONTRIBUTING.md': 'contributing.md',
 }
-# The how-to guides that come first in the menu; the others follow by name.
-FIRST_GUIDES = ('own_linen_model', 'own_nnx_model', 'image_classifier', 'own_loss')
-FIRST_GUIDES += ('auxiliary_loss', 'own_data', 'own_metric', 'choose_a_layout', 'forecast')
 LINK = re.compile(r'(\]\()(?!\w+:|#)([^)\s#]+)')
 SECTIONS = re.compile(r'^<!-- sections of (\S+): (.+) -->$', re.M)
+HELP = re.compile(r'^<!-- help of: (.*?) ?-->$', re.M)
+ALL_COMMANDS = '\nflags of all commands:'  # shown once, with `meshwright train`
+
+
+def on_config(config):
+    """Links to the repository, if the metadata of the package name one."""
+    urls = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project'].get('urls', {})
+    config.repo_url = urls.get('Repository') or urls.get('Source')
+    return config
 
 
 def on_files(files, config):
-    """Adds the pages and pictures that are outside of docs/, and the how-to guides to the menu."""
-    guides = sorted(file.src_uri for file in files if file.src_uri.startswith('how-to/'))
-    order = [f'how-to/{name}.md' for name in FIRST_GUIDES]
-    guides = [*filter(guides.__contains__, order), *(g for g in guides if g not in order)]
-    for entry in [entry for entry in config.nav if 'How-to guides' in entry]:
-        entry['How-to guides'] = guides
+    """Adds the pages and pictures that are outside of docs/."""
     for uri, path in (PAGES | PICTURES).items():
         source = ROOT / path
         if path.endswith('.ipynb'):
@@ -53,7 +58,24 @@ def on_page_markdown(markdown, page, **_):
     """Includes sections of other documents, and turns links to files into links to pages."""
     uri = page.file.src_uri
     markdown = _relink(markdown, PAGES.get(uri, f'docs/{uri}'), uri)
+    markdown = HELP.sub(lambda found: _help(found[1].split()), markdown)
     return SECTIONS.sub(lambda found: _sections(found, uri), markdown)
+
+
+def _help(words):
+    """A heading with the name of a command, which search finds, and its help text."""
+    command = [sys.executable, '-m', 'train.cli', *words, '--help']
+    settings = {'COLUMNS': '100', 'NO_COLOR': '1', 'PYTHONPATH': str(ROOT)}
+    done = subprocess.run(
+        command, env=os.environ | settings, capture_output=True, text=True, check=True
+    )
+    text, _, shared = done.stdout.partition(ALL_COMMANDS)
+    if words == ['train']:
+        text += ALL_COMMANDS + shared
+    elif shared:
+        text += '\nThe flags of all commands are those below `meshwright train`.\n'
+    heading = f'### meshwright {" ".join(words)}\n\n' if words else ''
+    return heading + _fenced('text', text)
 
 
 def _sections(found, uri):

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _DESCRIPTION = """\
-Runs a script as if a machine were there that is not, without changing the script. Its functions are
-compiled for the machine, and not run: arrays have no values, and read as zeros. It says how much
-memory each step needs, what its devices exchange, from which line and why, and how long it takes:
+Runs a script, without changing it, as on a machine that you do not have. Its functions are compiled
+for the machine, and not run: arrays have no values, and read as zeros. It says how much memory each
+step needs, what its devices exchange, from which line and why, and how long it takes:
 
   {prog} v5e:4x4 -- python train.py --batch_size=64
   {prog} v5p:8x8x8 --process=3 --out=dry -- python -m my_package.train config.yaml

@@ -21,7 +21,7 @@ _PRECOMPILE = """\
 Compiles the train step of a run and trains nothing. It writes the program, its memory, its
 estimated computation and what its devices exchange to MODEL_DIR.
 
-With the run forecast, the machine is described and need not be here:
+With the run forecast, the machine is described and need not exist:
 
   {prog} pretrain configs/models/8b.gin configs/partitioning/fsdp_tensor.gin forecast \\
     --gin.TOPOLOGY=v5p:4x4x4 --gin.BATCH_SIZE=128
