@@ -109,7 +109,9 @@ def _add_sampling(parser: CommandParser, temperature: float) -> None:
     parser.add_argument('--temperature', type=float, default=temperature, help=shown)
     parser.add_argument('--top_k', type=int, default=0, help='sample only the K most likely (all)')
     parser.add_argument('--top_p', type=float, default=0.0, help='sample only this share (all)')
-    parser.add_argument('--seed', type=int, default=0, help='a different seed gives a different sample (0)')
+    parser.add_argument(
+        '--seed', type=int, default=0, help='a different seed gives a different sample (0)'
+    )
 
 
 def _make_parser(prog: str, usage: str, description: str) -> CommandParser:
