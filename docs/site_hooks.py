@@ -30,6 +30,8 @@ SITE = {path: uri for uri, path in (PAGES | PICTURES).items()} | {
     'README.md': 'index.md',
     'CONTRIBUTING.md': 'contributing.md',
 }
+# Pages that search puts before and after the others.
+BOOSTS = {'troubleshooting.md': 2, 'changelog.md': 0.1, 'notebooks': 0.5, 'measurements': 0.2}
 LINK = re.compile(r'(\]\()(?!\w+:|#)([^)\s#]+)')
 SECTIONS = re.compile(r'^<!-- sections of (\S+): (.+) -->$', re.M)
 HELP = re.compile(r'^<!-- help of: (.*?) ?-->$', re.M)
@@ -57,6 +59,9 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, **_):
     """Includes sections of other documents, and turns links to files into links to pages."""
     uri = page.file.src_uri
+    boost = BOOSTS.get(uri) or BOOSTS.get(posixpath.dirname(uri))
+    if boost is not None:
+        page.meta['search'] = {'boost': boost}
     markdown = _relink(markdown, PAGES.get(uri, f'docs/{uri}'), uri)
     markdown = HELP.sub(lambda found: _help(found[1].split()), markdown)
     return SECTIONS.sub(lambda found: _sections(found, uri), markdown)
