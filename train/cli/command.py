@@ -191,7 +191,7 @@ def _begin_output(address: ProcessAddress, folder: str | None) -> None:
         raise ConfigError(f'--log_dir={folder} cannot be written: {why}') from error
     print(
         f'process {address.process_index} of {address.process_count}, according to '
-        f'{address.source}; what C++ libraries print is in {file}'
+        f'{address.source}; the output of C++ libraries is in {file}'
     )
 
 
