@@ -24,7 +24,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 .PHONY: quickstart test test-long test-processes smoke smoke-lowest lint format notebooks docs benchmarks wheel-check clean
 
 quickstart: $(VENV)/.train
-	$(VENV)/bin/meshwright train quickstart --gin.MODEL_DIR="'$(MODEL_DIR)'"
+	$(VENV)/bin/meshwright train quickstart --gin.MODEL_DIR='$(MODEL_DIR)'
 
 # Three workers for two cores: tests that start processes wait for them most of the time.
 test: lint

@@ -21,6 +21,7 @@ from typing import Any
 
 from partitioning.hardware.chips import CHIPS, Chip, torus_wrap
 from partitioning.hardware.devices import JaxDevice
+from partitioning.hardware.drawn import draw_gpus, draw_tpus, may_draw
 from partitioning.rules import is_count, nearest
 
 # Without these variables, libtpu queries a metadata server, writes warnings to stderr, and refuses
@@ -118,7 +119,12 @@ def describe_topology(
             raise ValueError(
                 f'{name} is a GPU machine: wrap and chips_per_host_bounds are for TPUs'
             )
-        devices = _cuda_devices(chip, shape, num_slices)
+        try:
+            devices = _cuda_devices(chip, shape, num_slices)
+        except RuntimeError:
+            if not may_draw():
+                raise
+            devices = draw_gpus(chip, shape, num_slices)
         return Topology(name, devices, chip, shape, num_slices, (False,) * len(shape))
     bounds = (*shape, 1) if len(shape) == 2 else shape
     host = (1, 1, 1) if math.prod(bounds) == 1 else (2, 2, 1)
@@ -132,7 +138,12 @@ def describe_topology(
             f'{name} has {_by(bounds)} chips, which hosts of {_by(host)} chips do not tile: set '
             'chips_per_host_bounds'
         )
-    devices = _tpu_devices(chip, shape, num_slices, closed, host)
+    try:
+        devices = _tpu_devices(chip, shape, num_slices, closed, host)
+    except RuntimeError:
+        if not may_draw():
+            raise
+        devices = draw_tpus(chip, bounds, num_slices, host)
     return Topology(name, devices, chip, bounds, num_slices, closed)
 
 

@@ -123,7 +123,7 @@ def test_what_works_without_the_packages_of_the_trainer():
     run = subprocess.run([sys.executable, '-c', WITHOUT_EXTRAS], capture_output=True, text=True)
     assert run.returncode == 2
     assert re.fullmatch(
-        r"error: the trainer needs \w+: pip install 'meshwright\[train\]'\n", run.stderr
+        r"error: this needs the package \w+: pip install 'meshwright\[train\]'\n", run.stderr
     )
 
 

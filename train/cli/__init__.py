@@ -56,7 +56,16 @@ def _run(arguments: Sequence[str]) -> int:
     # The packages of --gin_allow may be in the current folder. It comes last, so that a train.py
     # there does not hide this package.
     sys.path.append(os.getcwd())
-    return _find(COMMANDS[name][0])(rest, f'meshwright {name}')
+    try:
+        command = _find(COMMANDS[name][0])
+    except ImportError as error:
+        from train.cli.command import explain_missing
+
+        if (line := explain_missing(error)) is None:
+            raise
+        print(f'error: {line}', file=sys.stderr)
+        return 2
+    return command(rest, f'meshwright {name}')
 
 
 def _find(name: str) -> Callable[[Sequence[str], str], int]:

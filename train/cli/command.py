@@ -25,9 +25,23 @@ if TYPE_CHECKING:
 
 # The packages whose errors say why gs:// and s3:// cannot be used, such as missing credentials.
 _OF_STORES = ('aiohttp', 'botocore', 'gcsfs', 'google')
+# The modules that an extra of this package installs.
+_EXTRAS = {
+    **dict.fromkeys(
+        ('etils', 'orbax', 'grain', 'rich', 'tensorboardX', 'xxhash', 'fsspec', 'psutil'), 'train'
+    ),
+    **dict.fromkeys(('pyarrow', 'backports'), 'data'),
+    **dict.fromkeys(('sentencepiece', 'tokenizers'), 'tokenizers'),
+    **dict.fromkeys(('sacrebleu', 'rouge_score'), 'metrics'),
+    **dict.fromkeys(('s3fs', 'boto3'), 's3'),
+    **dict.fromkeys(('gcsfs', 'google'), 'gcs'),
+    'flatbuffers': 'export',
+    'wandb': 'wandb',
+    'libtpu': 'aot',
+    'matplotlib': 'plot',
+}
 # The packages whose errors explain themselves.
 _PACKAGES = ('partitioning', 'meshwright', 'train')
-_OF_TRAINER = ('etils', 'orbax', 'grain', 'rich', 'tensorboardX')
 
 
 def _count(text: str) -> int:
@@ -217,6 +231,15 @@ def run_command(command: Callable[[], Any], options: argparse.Namespace) -> int:
     return status if isinstance(status, int) else 0
 
 
+def explain_missing(error: ImportError) -> str | None:
+    """Returns which extra installs a package that is missing, or None if no extra does."""
+    package = (error.name or '').partition('.')[0]
+    missing = isinstance(error, ModuleNotFoundError) and package in _EXTRAS
+    if not missing:
+        return None
+    return f"this needs the package {package}: pip install 'meshwright[{_EXTRAS[package]}]'"
+
+
 def explain(error: Exception) -> str | None:
     """Returns the message of an error that this project raises for its users, in one line.
 
@@ -234,9 +257,8 @@ def explain(error: Exception) -> str | None:
         if frames and is_library_file(frames[-1].filename, ('optax',)):
             return f'{name}: {first_line(error)}: one of its settings has a wrong type'
         return None
-    if isinstance(error, ModuleNotFoundError) and str(error.name).split('.')[0] in _OF_TRAINER:
-        package = (error.name or '').partition('.')[0]
-        return f"the trainer needs {package}: pip install 'meshwright[train]'"
+    if isinstance(error, ImportError) and (line := explain_missing(error)):
+        return line
     if type(error).__module__.partition('.')[0] in _OF_STORES:
         return f'the store cannot be used: {first_line(error)}'
     if not isinstance(error, USER_ERRORS):

@@ -61,7 +61,16 @@ def find_machines(arguments: Sequence[str], prog: str) -> int:
     )
     parser.add_traceback()
     options = parser.parse_args(arguments)
-    return run_command(lambda: _answer(options), options)
+
+    def command() -> int:
+        if options.compile:
+            return _answer(options)
+        from partitioning.hardware import drawing_devices
+
+        with drawing_devices():  # all figures are by formula, so no compiler is needed
+            return _answer(options)
+
+    return run_command(command, options)
 
 
 def _answer(options: argparse.Namespace) -> int:

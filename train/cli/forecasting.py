@@ -98,6 +98,7 @@ def _answer(options: argparse.Namespace, prog: str) -> int:
     files = [find_gin_file(one) for one in options.runs]
     check_topologies(options.topology)
     from meshwright import forecast_table
+    from partitioning.hardware import drawing_devices
     from train.planning.machines import check_compilers, parse_machine
 
     machines = [parse_machine(name, on_cpu=options.on_cpu) for name in options.topology]
@@ -113,7 +114,8 @@ def _answer(options: argparse.Namespace, prog: str) -> int:
         with os_errors_as(f'--out={options.out} cannot be created:'):
             folder.mkdir(parents=True, exist_ok=True)
     configure(options, [searching.DEFAULTS, *files])
-    forecasts, programs = _forecast_all(machines, options)
+    with drawing_devices() if options.no_compile else contextlib.nullcontext():
+        forecasts, programs = _forecast_all(machines, options)
     if options.json:
         print(_to_json(forecasts))
     else:
@@ -206,7 +208,10 @@ def _forecast_all(
     try:
         planned = [plan_on(machine, find_config) for machine in machines]
     except NotInstalledError as error:
-        raise ConfigError(f'{error}, or add --on_cpu to compile for virtual CPU devices') from error
+        raise ConfigError(
+            f'{error}, or add --on_cpu to compile for virtual CPU devices, or --no_compile for '
+            'figures by formula'
+        ) from error
     forecasts, programs = [], dict[str, str]()
     for machine, step in zip(machines, planned, strict=True):
         with show_progress(str(machine)) as progress:

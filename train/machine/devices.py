@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from partitioning.hardware import check_devices
+from partitioning.hardware import check_devices, use_cpu_without_accelerators
 from train.errors import ConfigError
 
 DEFAULT_CPU_DEVICES = 8
@@ -27,6 +27,7 @@ def use_virtual_devices(count: int | None) -> None:
     Raises:
       ConfigError: if `count` is given and the environment sets a number of devices, too.
     """
+    use_cpu_without_accelerators()
     in_flags = 'xla_force_host_platform_device_count' in os.environ.get('XLA_FLAGS', '')
     if not in_flags and 'JAX_NUM_CPU_DEVICES' not in os.environ:
         jax.config.update('jax_num_cpu_devices', count or DEFAULT_CPU_DEVICES)
