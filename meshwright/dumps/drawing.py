@@ -89,7 +89,7 @@ def _sent(program: DumpedProgram) -> Iterator[str]:
     yield _row('all', sum(sums.values()), sum(c.count for c in program.collectives))
     hidden = sum(c.total_bytes for c in program.collectives if c.asynchronous)
     if hidden:
-        yield _row('asynchronous', hidden, depth=2)
+        yield _row('next to other operations', hidden, depth=2)
     if asked:
         yield (
             '  only what the program itself asks for: the partitioner has not added its exchanges '

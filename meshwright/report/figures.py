@@ -19,6 +19,7 @@ from typing import Literal
 
 from meshwright.program.collectives import Collective
 from meshwright.report.forecasts import Forecast
+from meshwright.report.time_words import bounds_of, cost_per_million, tokens_per_second
 from meshwright.time import StepTime
 from meshwright.time.work import Origin
 from partitioning.amounts import bytes_str, flops_str, seconds_str, share_str
@@ -271,7 +272,7 @@ def _sent(forecast: Forecast) -> Iterator[Figure]:
     hidden = sum(c.total_bytes for c, _ in forecast.collectives if c.asynchronous)
     is_decided = all(c.asynchronous is not None for c, _ in forecast.collectives)
     share = hidden / total if total and is_decided else None
-    yield Figure(SENT, 'asynchronous', share, 'share', origin)
+    yield Figure(SENT, 'next to other operations', share, 'share', origin)
     is_known = exchanges or forecast.memory.temporaries is not None  # None without a program
     yield Figure(SENT, 'all', round(total) if is_known else None, 'bytes', origin)
 
@@ -291,6 +292,11 @@ def _time(forecast: Forecast) -> Iterator[Figure]:
     yield Figure(TIME, 'forecast', time.seconds if time else None, 'seconds')
     yield Figure(TIME, 'range', bounds, 'text')
     yield Figure(TIME, 'MFU', forecast.mfu, 'share')
+    rate, cost = tokens_per_second(forecast), cost_per_million(forecast)
+    yield Figure(TIME, 'tokens per second', None if rate is None else f'{rate:,.0f}', 'text')
+    yield Figure(TIME, 'price of a million tokens', None if cost is None else f'{cost:.3g}', 'text')
+    most = next(iter(bounds_of(time).items()), None) if time else None
+    yield Figure(TIME, 'most of it', f'{most[0]} {share_str(most[1])}' if most else None, 'text')
     for part in time.parts if time else ():
         yield Figure(TIME, part.name, part.exposed, 'seconds', depth=2, is_addend=True)
 

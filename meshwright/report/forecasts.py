@@ -161,6 +161,7 @@ class Forecast:
       placement: where the devices of the mesh are in the machine; None if the mesh has no devices.
       changes: what would make the function fit, if it does not.
       findings: what is wrong or wasteful in its layouts.
+      price: what a chip costs per hour, in any currency, or None.
     """
 
     function: str
@@ -185,6 +186,7 @@ class Forecast:
     placement: Placement | None = None
     changes: tuple[MemoryChange, ...] = ()
     findings: tuple[ForecastFinding, ...] = ()
+    price: float | None = None
 
     @property
     def fits(self) -> bool | None:

@@ -18,6 +18,7 @@ from meshwright.report.figures import (
 )
 from meshwright.report.forecasts import Forecast, Replicated
 from meshwright.report.suggestions import SUGGESTED, list_suggestions
+from meshwright.report.time_words import range_sentence
 from meshwright.report.tried import tried_text
 from partitioning.amounts import bytes_str
 
@@ -95,8 +96,8 @@ def _sections(forecast: Forecast) -> Iterator[tuple[str, list[str]]]:
     yield f'largest buffers ({origin})', list(_buffers(forecast))
     yield 'what would make it fit', list(_changes(forecast))
     yield 'warnings of the compiler', [_shortened(w, 300) for w in forecast.warnings]
-    outside = outside_words(forecast.time)
-    yield 'notes', [*forecast.notes, *([outside] if outside else [])]
+    about_time = [range_sentence(forecast), outside_words(forecast.time)]
+    yield 'notes', [*forecast.notes, *filter(None, about_time)]
 
 
 def _section(title: str, lines: Sequence[str], where: str, width: int) -> Iterator[str]:

@@ -114,7 +114,7 @@ def busy_parts(loads: Loads, constants: ChipConstants) -> list[TimePart]:
     ways = sum(exchange.hops for exchange in exchanges) * constants.hop_latency
     rings = sum(exchange.phases for exchange in exchanges) * constants.network_latency
     latency = starts + ways + rings
-    parts.append(TimePart(name='starts of exchanges', seconds=latency, exposed=latency))
+    parts.append(TimePart(name='latency of exchanges', seconds=latency, exposed=latency))
     return parts
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from forecast_programs import BATCH, HIDDEN, PRODUCT, ROWS, WIDTH, partitioned
-from forecasts_by_hand import collective, step_time
+from forecasts_by_hand import collective, make_forecast, step_time
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshwright import Forecast, forecast, forecast_table, render_page
@@ -21,6 +21,13 @@ from meshwright.calls.compiling import read_compiler_log
 from meshwright.calls.partitioned_call import PartitionedCall
 from meshwright.changes import SettingChange
 from meshwright.report.forecasts import Compilation
+from meshwright.report.time_words import (
+    bounds_of,
+    cost_per_million,
+    count_tokens,
+    range_sentence,
+    tokens_per_second,
+)
 from partitioning import CHIPS, MeshConfig, PjitPartitioner
 
 pytestmark = pytest.mark.core
@@ -130,7 +137,7 @@ def test_without_a_compiler(program):
     assert memory.gradients >= 2 * 4 * WIDTH * HIDDEN // 64
     text = forecast_table([made])  # whether an exchange is asynchronous is left to compilers
     assert re.search('^sent by a device per call +by formula$', text, re.MULTILINE)
-    assert '  all' in text and 'asynchronous' not in text + render_page([made])
+    assert '  all' in text and 'next to other' not in text + render_page([made])
 
 
 def test_a_step_that_does_not_fit_has_changes_that_help(program):
@@ -312,3 +319,26 @@ def test_two_folders_with_the_same_code_give_the_same_json(tmp_path, monkeypatch
     [(_, cause)] = made[0].collectives
     assert cause.source == 'lm/model.py:5'
     assert str(tmp_path) not in first and str(tmp_path) not in forecast_table([made[0]])
+
+
+def test_the_time_in_words():
+    """64 rows of 2,048 tokens in 0.8 s on 64 chips at 4.5 per hour; products take 0.55 s."""
+    made = make_forecast(price=4.5)
+    assert count_tokens(made) == 64 * 2048
+    assert tokens_per_second(made) == pytest.approx(64 * 2048 / 0.8)
+    assert cost_per_million(made) == pytest.approx(64 * 4.5 / 3600 * 0.8 / (64 * 2048) * 1e6)
+    shares = bounds_of(made.time)
+    assert list(shares)[:2] == ['matrix products', 'exchanges that nothing hides']
+    assert shares['matrix products'] == pytest.approx(0.55 / 0.8)
+    assert sum(shares.values()) == pytest.approx(1)
+    text, page = forecast_table([made]), render_page([made])
+    for words in ('163,840', '0.488', 'matrix products 69%', 'published steps'):
+        assert words in text, words
+    for words in ('163,840 tokens per second', '0.488 at 4.5 per chip', 'matrix products 69%'):
+        assert words in page, words
+    plain = make_forecast()
+    assert cost_per_million(plain) is None and 'million' not in forecast_table([plain])
+    assert tokens_per_second(make_forecast(arrays=())) is None
+    assert tokens_per_second(make_forecast(time=None)) is None
+    unknown = range_sentence(make_forecast(chip=CHIPS['v4']))
+    assert 'no step on v4 was measured' in unknown and 'v5p' in unknown

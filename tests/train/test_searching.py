@@ -103,6 +103,34 @@ def synthetic(times, peaks, guesses, bounds, limit=LIMIT, **settings):
     return search(space, predict, compile_candidate, limit=limit, **settings), compiled
 
 
+def test_layouts_are_compiled_before_compiler_options():
+    """Three layouts that differ by 10% with three options each; one more is four times slower."""
+    layouts = [Layout('three_d', (('FSDP_PARTITIONS', i),)) for i in (2, 4, 8, 16)]
+    options = ((), (('tiles', 1),), (('tiles', 2),))
+    guesses = dict(zip(layouts, (1.0, 1.05, 1.1, 4.0), strict=True))
+    candidates = [Candidate(layout=x, compiler_options=o) for x in layouts for o in options]
+    compiled = []
+
+    def compile_candidate(candidate):
+        compiled.append(candidate)
+        return Outcome(fits=True, peak=1, seconds=guesses[candidate.layout])
+
+    found = search(
+        Space(candidates=tuple(candidates), dropped={}),
+        lambda c: Prediction(peak=1, seconds=guesses[c.layout], bound=0.1),
+        compile_candidate,
+        limit=LIMIT,
+        best=6,
+    )
+    assert [c.layout for c in compiled[:3]] == layouts[:3]
+    assert not any(c.compiler_options for c in compiled[:3])
+    assert {c.layout for c in compiled[3:]} == {layouts[0]} or len(compiled) == 6
+    # Formulas were right, so the best that is left takes what its layout takes.
+    left = [c for c in candidates if c not in compiled]
+    assert found.expected == pytest.approx(min(guesses[c.layout] for c in left))
+    assert found.gap == pytest.approx(1.0 / 0.1 - 1)
+
+
 figures = st.lists(
     st.tuples(
         st.floats(0.1, 10),  # the time of the compiled step

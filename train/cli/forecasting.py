@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
+import math
 import os
 import shutil
 import sys
@@ -73,6 +75,12 @@ def _make_parser(prog: str) -> CommandParser:
         'be installed',
     )
     parser.add_argument(
+        '--price',
+        type=float,
+        metavar='N',
+        help='what a chip costs per hour: adds what a million tokens cost',
+    )
+    parser.add_argument(
         '--golden',
         metavar='DIR',
         help='compare with the golden forecasts in DIR; missing ones are written, but not in '
@@ -91,6 +99,10 @@ def _answer(options: argparse.Namespace, prog: str) -> int:
     from train.errors import ConfigError, os_errors_as
     from train.paths import as_path
 
+    if options.price is not None and not 0 < options.price < math.inf:
+        raise ConfigError(
+            f'--price={options.price:g} must be the price of a chip per hour, above 0'
+        )
     if options.update and not options.golden:
         raise ConfigError('--update replaces golden forecasts: name their folder, --golden=DIR')
     if not options.runs and not options.gin_file:
@@ -224,7 +236,7 @@ def _forecast_all(
                 on_program=functools.partial(programs.__setitem__, str(machine)),
                 progress=progress,
             )
-        forecasts.append(keep_helpful(one))
+        forecasts.append(dataclasses.replace(keep_helpful(one), price=options.price))
     return forecasts, programs
 
 

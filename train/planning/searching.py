@@ -18,6 +18,7 @@ Status = Literal['compiled', 'not compiled', 'too slow', 'too large', 'impossibl
 # How much evidence a setting needs before it is believed: with one compiled candidate, a setting
 # takes half of what is unexplained, with three of them three quarters.
 _DOUBT = 1.0
+_SLOW = 1.5  # times the fastest: slower layouts are not tried only because they are others
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,6 +115,22 @@ class SearchResult:
         return min(times, default=None)
 
     @property
+    def expected(self) -> float | None:
+        """The step time in seconds of the best candidate that was not compiled.
+
+        It is by formulas that the compiled candidates have corrected. None if none could be faster.
+        """
+        left = [(f.candidate, f.prediction) for f in self.found if f.status == 'not compiled']
+        times = [
+            (f.candidate, f.outcome.seconds / f.prediction.seconds)
+            for f in self.found
+            if f.outcome and f.outcome.seconds and f.prediction
+        ]
+        factors = correct(times, [candidate for candidate, _ in left])
+        found = [p.seconds * factor for (_, p), factor in zip(left, factors, strict=True) if p]
+        return min(found, default=None)
+
+    @property
     def gap(self) -> float | None:
         """By which share the winner is slower than the bound: 0.05 if within 5%."""
         if self.winner is None or self.winner.seconds is None or not self.bound:
@@ -142,8 +159,9 @@ def search(
     """Searches a space for the fastest candidate that fits, and compiles few of its candidates.
 
     The next candidate to compile is the one with the shortest predicted time, after predictions
-    have been corrected by what the compiled ones have shown. A candidate is never compiled if its
-    bound is above the time of a compiled one.
+    have been corrected by what the compiled ones have shown. In the first half, each has another
+    layout, and none has compiler options, of which formulas know nothing. A candidate is never
+    compiled if its bound is above the time of a compiled one.
 
     Args:
       predict: says by formulas what a candidate needs and takes. It raises ValueError if the
@@ -169,7 +187,7 @@ def search(
         if number % 25 == 0:
             say(f'predicted {number} of {len(space.candidates)} candidates')
     for number in range(1, best + 1):
-        chosen = _choose(list(found.values()), limit)
+        chosen = _choose(list(found.values()), limit, varies_layouts=2 * number <= best + 1)
         if chosen is None:
             break
         say(f'compiling {number} of at most {best}: {chosen.candidate}')
@@ -186,8 +204,13 @@ def search(
     return SearchResult(found=tuple(ordered), dropped=dict(space.dropped), limit=limit)
 
 
-def _choose(found: Sequence[Found], limit: int) -> Found | None:
-    """The candidate to compile next, or None if no other one can win."""
+def _choose(found: Sequence[Found], limit: int, *, varies_layouts: bool) -> Found | None:
+    """The candidate to compile next, or None if no other one can win.
+
+    Args:
+      varies_layouts: whether layouts that were not compiled come first, without compiler options.
+    """
+    seen = {one.candidate.layout for one in found if one.outcome is not None}
     left = [(f, f.prediction) for f in found if f.status == 'not compiled' and f.prediction]
     times, peaks = list[tuple[Candidate, float]](), list[tuple[Candidate, float]]()
     for one in found:
@@ -198,13 +221,24 @@ def _choose(found: Sequence[Found], limit: int) -> Found | None:
         if one.outcome.peak:
             peaks.append((one.candidate, one.outcome.peak / one.prediction.peak))
     candidates = [one.candidate for one, _ in left]
+    seconds = [
+        prediction.seconds * factor
+        for (_, prediction), factor in zip(left, correct(times, candidates), strict=True)
+    ]
+    slow = _SLOW * min(seconds, default=0.0)
     ranked = [
-        (prediction.peak * peak > limit, prediction.seconds * time, number)
-        for number, ((_, prediction), time, peak) in enumerate(
-            zip(left, correct(times, candidates), correct(peaks, candidates), strict=True)
+        (
+            prediction.peak * peak > limit,
+            varies_layouts and bool(one.candidate.compiler_options),
+            varies_layouts and (one.candidate.layout in seen or time > slow),
+            time,
+            number,
+        )
+        for number, ((one, prediction), time, peak) in enumerate(
+            zip(left, seconds, correct(peaks, candidates), strict=True)
         )
     ]
-    return left[min(ranked)[2]][0] if ranked else None
+    return left[min(ranked)[-1]][0] if ranked else None
 
 
 def correct(

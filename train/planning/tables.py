@@ -64,6 +64,11 @@ def summary_lines(result: SearchResult) -> list[str]:
     if result.winner is None:
         lines.append('no compiled candidate fits: try more of them with --best')
     elif result.gap is not None and result.bound is not None:
+        if result.expected is not None:
+            lines.append(
+                f'the best of the others is expected at {result.expected:.3f} s, by formulas that '
+                'the compiled candidates have corrected'
+            )
         lines.append(
             f'the winner is within {result.gap:.1%} of the best possible in this space: no '
             f'candidate is below {result.bound:.3f} s, even with all products at the peak rate, '

@@ -20,7 +20,7 @@ _COLUMNS = (
     Column(key='axes', title='over'),
     Column(key='bytes', title='bytes sent', number=True),
     Column(key='count', title='times', number=True),
-    Column(key='overlap', title='overlap'),
+    Column(key='schedule', title='in the program'),
     Column(key='cause', title='where it comes from', wide=True),
 )
 _SMALL = 0.001  # an axis with a smaller share of the largest axis has no bar
@@ -103,13 +103,13 @@ def _row(forecast: Forecast, group: Sequence[_Exchange]) -> list[Cell]:
     shown = arrays if len(arrays) <= _LONGEST else f'{arrays[: _LONGEST - 1]}…'
     network = network_name(forecast, collective.network, collective.axes)
     within = f'{network}, {collective.group_size} each'
-    hidden = {True: 'asynchronous', False: 'synchronous', None: '-'}[collective.asynchronous]
+    schedule = {True: 'next to others', False: 'by itself', None: '-'}[collective.asynchronous]
     return [
         Cell(content=[tag('b', collective.kind), tag('small', shown, class_='code')]),
         Cell(content=[_axes(collective.axes), tag('small', within, class_='short')]),
         Cell(content=bytes_str(sent), value=sent),
         Cell(content=f'{times:,}', value=times),
-        Cell(content=hidden),
+        Cell(content=schedule),
         Cell(content=cause_markup(cause, collective.source, collective.op_name)),
     ]
 

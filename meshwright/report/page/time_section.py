@@ -7,6 +7,12 @@ from meshwright.report.forecasts import Forecast
 from meshwright.report.page.bars import Part, color_of, legend, span, stacked_bar
 from meshwright.report.page.html_tables import plain_table
 from meshwright.report.page.markup import Html, tag
+from meshwright.report.time_words import (
+    bound_sentence,
+    cost_per_million,
+    range_sentence,
+    tokens_per_second,
+)
 from meshwright.time import StepTime, TimePart
 from partitioning.amounts import flops_str, seconds_str, share_str, value_str
 
@@ -26,7 +32,8 @@ def show_time(forecast: Forecast) -> Html:
     )
     if forecast.mfu is not None:
         words += f'; MFU {share_str(forecast.mfu)} of {flops_str(forecast.model_flops)} per device'
-    outside = outside_words(time)
+    words += _more_words(forecast)
+    meaning = '; '.join(filter(None, (range_sentence(forecast), outside_words(time))))
     whole = max(time.high, time.seconds) or 1.0
     low, high = time.low / whole, time.high / whole
     title = f'range: {seconds_str(time.low)} to {seconds_str(time.high)}'
@@ -35,12 +42,22 @@ def show_time(forecast: Forecast) -> Html:
         'section',
         heading,
         tag('p', words, class_='words'),
-        tag('p', f'{outside[0].upper()}{outside[1:]}.') if outside else None,
+        tag('p', bound_sentence(time)),
+        tag('p', f'{meaning[0].upper()}{meaning[1:]}.') if meaning else None,
         stacked_bar(parts, whole, 'the parts of the time', span(low, high, title)),
         legend(parts),
         _constants(time),
         class_='time',
     )
+
+
+def _more_words(forecast: Forecast) -> str:
+    """The rate of tokens, and what they cost if the price of a chip is known."""
+    rate, cost = tokens_per_second(forecast), cost_per_million(forecast)
+    words = '' if rate is None else f'; {rate:,.0f} tokens per second on all devices'
+    if cost is not None:
+        words += f', a million for {cost:.3g} at {forecast.price:g} per chip and hour'
+    return words
 
 
 def no_time(forecast: Forecast) -> str:
@@ -75,7 +92,7 @@ def _note(part: TimePart, time: StepTime) -> str:
     hidden = part.seconds - part.exposed
     share = share_str(part.exposed / time.seconds) if time.seconds else ''
     if hidden > 0.005 * part.seconds:
-        return f'{share}, {seconds_str(hidden)} more is hidden behind other work'
+        return f'{share}; the model takes {seconds_str(hidden)} more as hidden behind computation'
     return share
 
 
