@@ -2,7 +2,7 @@
 // at the beginning of others: both are left out of a query.
 const COMMON = new Set(
   ('a an and are as at be but by can do does for from has have how i if in into is it its may my no not ' +
-    'of on only or so that the then there this to use was what when where which who why will with')
+    'of on only or so that the then there this to was what when where which who why will with')
     .split(' ')
 );
 const post = Worker.prototype.postMessage;
