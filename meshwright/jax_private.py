@@ -462,6 +462,26 @@ def client_of_processes(client: Any) -> Replacement:
     return distributed.global_state, 'client', client
 
 
+def questions_about_cudnn(version: int, capability: str) -> list[Replacement]:
+    """Answers what attention by cuDNN asks before it is lowered.
+
+    Args:
+      version: the version of cuDNN, such as 91300 for 9.13.
+      capability: the compute capability of the GPUs, such as '9.0'.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as module
+
+    def numbers(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split('.')))
+
+    answers: dict[str, Any] = {
+        'check_cudnn_version': lambda: version,
+        'check_compute_capability': lambda least: numbers(capability) >= numbers(least),
+        'is_cuda_compute_capability_equal': lambda other: numbers(capability) == numbers(other),
+    }
+    return [(module, name, answer) for name, answer in answers.items() if hasattr(module, name)]
+
+
 def devices_of(computation: Any) -> tuple[Any, ...]:
     """The devices that a lowered function will be compiled for; () if they are not known."""
     return tuple(computation._device_list or ())

@@ -150,7 +150,12 @@ def _all_settings(row: MeasuredRow, block: str) -> Iterator[tuple[str, Any]]:
     yield from _layout_settings(row)
     yield from _remat_settings(row['remat'])
     # The newest settings last: they say best what was measured.
-    yield from (row.settings.get('other_settings') or {}).items()
+    parallelism = row['parallelism']
+    alone = not any('expert' in parallelism[kind] for kind in ('ici', 'dcn'))
+    for name, value in (row.settings.get('other_settings') or {}).items():
+        # MaxText refuses it without devices that share experts, where it changes no work.
+        if not (name == 'use_random_routing' and alone):
+            yield name, value
     yield from _attention_settings(row)
 
 

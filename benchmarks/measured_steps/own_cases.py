@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -45,20 +44,9 @@ class OwnForecast:
     traced: StepTime | None
     naive: float
 
-    @property
-    def best(self) -> StepTime | None:
-        """The forecast that a dry run tells."""
-        return self.compiled or self.traced
-
-    @property
-    def error(self) -> float | None:
-        """The relative error of that forecast."""
-        return None if self.best is None else self.best.seconds / self.row.step_seconds - 1
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the measurement is in the range of the forecast."""
-        return self.best is not None and self.best.low <= self.row.step_seconds <= self.best.high
+    def time_by(self, origin: str) -> StepTime | None:
+        """The forecast of an origin: 'compiler' or 'jaxpr'."""
+        return self.compiled if origin == 'compiler' else self.traced
 
 
 def forecast_rows(
@@ -148,18 +136,30 @@ def find_differences(forecast: OwnForecast) -> Iterator[str]:
         yield f'{found["parameters"]:,} parameters in place of {row.params_total:,}'
 
 
-def score_own(forecasts: Sequence[OwnForecast]) -> dict[str, float | None]:
-    """The errors of forecasts: mean, median, worst, bias, naive, rank and the share in range."""
-    forecasts = [f for f in forecasts if f.error is not None]
-    errors = [f.error for f in forecasts if f.error is not None]
-    measured = [f.row.step_seconds for f in forecasts]
-    told = [f.best.seconds if f.best else math.nan for f in forecasts]
-    return {
+def score_own(
+    forecasts: Sequence[OwnForecast], origin: str
+) -> tuple[int, dict[str, float | None]] | None:
+    """The errors of the forecasts of an origin.
+
+    Returns:
+      The number of rows, and their mean, median and worst error, the bias, the mean error of the
+      naive forecast, the rank correlation, and the share that is inside of the range; None if there
+      are no rows.
+    """
+    pairs = [(f, time) for f in forecasts if (time := f.time_by(origin)) is not None]
+    if not pairs:
+        return None
+    measured = [f.row.step_seconds for f, _ in pairs]
+    errors = [time.seconds / s - 1 for (_, time), s in zip(pairs, measured, strict=True)]
+    naive = [abs(f.naive / s - 1) for (f, _), s in zip(pairs, measured, strict=True)]
+    return len(pairs), {
         'mean': statistics.fmean(map(abs, errors)),
         'median': statistics.median(map(abs, errors)),
         'worst': max(map(abs, errors)),
         'bias': statistics.fmean(errors),
-        'naive': statistics.fmean(abs(f.naive / f.row.step_seconds - 1) for f in forecasts),
-        'rank': rank_correlation(told, measured),
-        'inside': statistics.fmean(f.is_inside for f in forecasts),
+        'naive': statistics.fmean(naive),
+        'inside': statistics.fmean(
+            t.low <= s <= t.high for (_, t), s in zip(pairs, measured, strict=True)
+        ),
+        'rank': rank_correlation([time.seconds for _, time in pairs], measured),
     }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from partitioning.amounts import bytes_str
 from partitioning.hardware import CHIPS
 
 from .own_cases import OwnForecast, find_differences, score_own
 
+_ORIGINS = {'jaxpr': 'by formula', 'compiler': 'of compiled programs'}
 _COLUMNS = ('mean', 'median', 'worst', 'bias', 'naive', 'inside')
 
 
@@ -23,9 +25,10 @@ def print_own(forecasts: Sequence[OwnForecast], reasons: Mapping[str, str]) -> N
     for f in sorted(forecasts, key=lambda f: order.index(f.row.chip)):
         print(_line(f))
     used = [f for f in forecasts if f.row['usable_for_step_time']]
-    _print_scores('Errors of the forecasts of own programs, by chip', used, lambda f: f.row.chip)
-    _print_scores('By framework', used, lambda f: f.row['framework'].split()[0])
-    _print_scores('By class', used, lambda f: f.row['class'])
+    for origin, title in _ORIGINS.items():
+        _print_scores(f'Errors of forecasts {title}, by chip', used, origin, lambda f: f.row.chip)
+        _print_scores('By framework', used, origin, lambda f: f.row['framework'].split()[0])
+        _print_scores('By class', used, origin, lambda f: f.row['class'])
     _print_list('Rows that ran, and do not fit by their forecast', _unfit(forecasts))
     _print_list('Programs that differ from what was measured', _differences(forecasts))
     _print_list('Rows without a forecast', reasons.items())
@@ -39,7 +42,7 @@ def _line(f: OwnForecast) -> str:
         for time in (f.compiled, f.traced)
     ]
     found = f.found
-    peak = found['memory']['peak'] if found['memory'] else found['needed']
+    peak = _peak_of(found)
     fits = 'yes' if found['fits'] else 'no'
     old = '  superseded' if f.row.superseded else ''
     return (
@@ -50,26 +53,36 @@ def _line(f: OwnForecast) -> str:
 
 
 def _print_scores(
-    title: str, forecasts: Sequence[OwnForecast], kind: Callable[[OwnForecast], str]
+    title: str,
+    forecasts: Sequence[OwnForecast],
+    origin: str,
+    kind: Callable[[OwnForecast], str],
 ) -> None:
     print(f'\n{title}')
     heads = ''.join(f'{name:>8}' for name in _COLUMNS)
     print(f'  {"":16} {"rows":>4}{heads} {"rank":>6}')
     for name in (*sorted({kind(f) for f in forecasts}), 'all'):
-        chosen = [f for f in forecasts if name in (kind(f), 'all') and f.error is not None]
-        if not chosen:
+        scored = score_own([f for f in forecasts if name in (kind(f), 'all')], origin)
+        if scored is None:
             continue
-        found = score_own(chosen)
+        rows, found = scored
         cells = ''.join(f'{found[column]:8.1%}' for column in _COLUMNS)
         rank = '' if found['rank'] is None else f'{found["rank"]:.3f}'
-        print(f'  {name:16} {len(chosen):4}{cells} {rank:>6}')
+        print(f'  {name:16} {rows:4}{cells} {rank:>6}')
 
 
 def _unfit(forecasts: Sequence[OwnForecast]) -> Iterator[tuple[str, str]]:
     for f in forecasts:
         if not f.found['fits']:
-            needed = f.found['needed'] or f.found['memory']['peak']
-            yield f.row.name, f'{bytes_str(needed)} of {bytes_str(f.found["memory_limit"])}'
+            by = 'the compiler' if f.found['memory'] or f.found['needed'] else 'formula'
+            peak, limit = bytes_str(_peak_of(f.found)), bytes_str(f.found['memory_limit'])
+            yield f.row.name, f'{peak} of {limit}, by {by}'
+
+
+def _peak_of(found: Mapping[str, Any]) -> int:
+    if found['memory']:
+        return found['memory']['peak']
+    return found['needed'] or found['peak_by_formula']
 
 
 def _differences(forecasts: Sequence[OwnForecast]) -> Iterator[tuple[str, str]]:

@@ -28,7 +28,8 @@ from typing import Any, Literal, cast
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
-from jax.sharding import Mesh
+import jax
+from jax.sharding import Mesh, Sharding
 
 from meshwright import jax_private
 from meshwright.calls.target import target_of_mesh
@@ -37,6 +38,7 @@ from meshwright.dry.compiling import CompiledFunction, Compiling
 from meshwright.dry.machine import Machine
 from meshwright.dry.reporting import find_steps, forecast_function, mesh_of
 from meshwright.dry.script import DryRun, Script, run_script
+from meshwright.jax_private import TracedCall
 from meshwright.jaxpr import estimate_memory, lay_out_trace
 from meshwright.program.costs import mesh_axes, read_memory, read_text
 from meshwright.report.answers import answer_of
@@ -51,6 +53,7 @@ from .early import ask_for_text, compile_until_scheduled
 
 Mode = Literal['whole', 'early', 'traced']
 
+_EMPTY = '_of_no_work'
 RECORD, TEXT = '.json', '.hlo.txt.gz'
 _PACKAGES = ('jax', 'jaxlib', 'libtpu', 'jax-cuda13-plugin', 'flax')
 
@@ -126,9 +129,33 @@ def _end_early(topology: str, path: Path, mode: Mode) -> None:
                 compile_until_scheduled(compile_now, folder, finish, module, too_large=True)
 
             return original(self, computation, options, until_scheduled)
-        return original(self, computation, options, compile_now)
+        if call.name == _EMPTY or not _can_be_empty(call):
+            return original(self, computation, options, compile_now)
+        return original(self, computation, options, lambda: _compile_empty(call))
 
     Compiling._compile = compile_early  # type: ignore[method-assign]
+
+
+def _can_be_empty(call: TracedCall) -> bool:
+    """Whether the results of a call are known without compiling it, as those of an init are."""
+    arrays = [*call.jaxpr.in_avals, *call.jaxpr.out_avals]
+    return all(isinstance(s, Sharding) for s in call.results) and all(
+        not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in arrays
+    )
+
+
+def _compile_empty(call: TracedCall) -> Any:
+    """Compiles a function with the arguments and results of another one, which has no work."""
+    results = [(x.shape, x.dtype) for x in call.jaxpr.out_avals]
+
+    def empty(*args: Any) -> list[Any]:
+        return [jax.numpy.zeros(*result) for result in results]
+
+    empty.__name__ = _EMPTY
+    given = zip(call.jaxpr.in_avals, call.arguments, strict=True)
+    args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in given]
+    jitted = jax.jit(empty, out_shardings=list(call.results), keep_unused=True)
+    return jitted.lower(*args).compile()._executable
 
 
 def _store(

@@ -25,6 +25,8 @@ _PROFILES = (
     'device_memory_profile',
     'save_device_memory_profile',
 )
+# The version of cuDNN that a GPU machine has, which is none of those that are too old for a kernel.
+_CUDNN, _CAPABILITY = 91300, '9.0'
 _KNOWN_BYTES = 2**20  # larger arrays of the host are not kept
 # Settings of jax that choose devices, or files to write.
 _OWN_SETTINGS = (
@@ -61,6 +63,9 @@ class Imitation:
         replaced.append(jax_private.on_place_parts(self._place_parts))
         if machine.process_count > 1:
             replaced.append(jax_private.client_of_processes(Processes()))
+        if machine.platform == 'gpu':
+            capability = str(getattr(machine.devices[0], 'compute_capability', _CAPABILITY))
+            replaced += jax_private.questions_about_cudnn(_CUDNN, capability)
         replaced += jax_private.local_properties(
             lambda x: (
                 machine.has(x.devices.flat[0])

@@ -12,8 +12,16 @@ import pytest
 
 from benchmarks.measured_steps import own_programs
 from benchmarks.measured_steps.maxtext import Command, command_of
+from benchmarks.measured_steps.own_cases import (
+    OwnForecast,
+    model_flops_of,
+    naive_forecast,
+    score_own,
+)
 from benchmarks.measured_steps.own_programs import Programs, read_found, run_campaign
+from benchmarks.measured_steps.own_report import print_own
 from benchmarks.measured_steps.rows import MeasuredRow, load_rows
+from meshwright.time.step_model import StepTime
 
 ROWS = {row.name: row for row in load_rows()}
 # What the file of settings of MaxText has, as far as these tests need it.
@@ -193,3 +201,57 @@ def test_flags_that_newer_compilers_refuse_are_turned_off(package, tmp_path, mon
     monkeypatch.setattr(own_programs.subprocess, 'run', run)
     run_campaign([ROWS['v6e-8-llama3.1-8b']], Programs(package.parent))
     assert given == ['--xla_other=3 --xla_tpu_fuse=true', '--xla_other=3 --xla_tpu_fuse=false']
+
+
+def forecast_of(name, ratio, peak=2**30):
+    """A forecast of a row, whose range is 7% to both sides."""
+    row = ROWS[name]
+    seconds = ratio * row.step_seconds
+    time = StepTime(
+        seconds=seconds, low=seconds / 1.07, high=seconds * 1.07, parts=(), constants=()
+    )
+    found = {
+        'memory': {'peak': peak},
+        'memory_limit': 2 * 2**30,
+        'fits': peak <= 2 * 2**30,
+        'parameters': row.params_total,
+        'seconds': {'all': 20.0},
+    }
+    return OwnForecast(row=row, found=found, compiled=None, traced=time, naive=row.step_seconds / 2)
+
+
+def test_scores_of_forecasts():
+    """Errors of +10% and -5%: the mean is 7.5%, the bias +2.5%, and one of two is in its range."""
+    forecasts = [forecast_of('v6e-8-llama3.1-8b', 1.1), forecast_of('v6e-8-mistral-7b', 0.95)]
+    rows, found = score_own(forecasts, 'jaxpr')
+    assert rows == 2 and score_own(forecasts, 'compiler') is None
+    expected = {'mean': 0.075, 'median': 0.075, 'worst': 0.1, 'bias': 0.025, 'naive': 0.5}
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert found['inside'] == 0.5 and found['rank'] is None
+
+
+def test_the_naive_forecast_has_the_median_mfu_of_other_rows():
+    """Of three rows, the two others have 40% and 50% of the peak; the middle is 45%."""
+    names = ('v6e-8-llama3.1-8b', 'v6e-8-mistral-7b', 'v6e-16-llama3.1-8b')
+    rows = []
+    for name, mfu in zip(names, (0.1, 0.4, 0.5), strict=True):
+        entry = copy.deepcopy(ROWS[name].settings)
+        entry['measured']['step_time_s'] = model_flops_of(ROWS[name]) / (918e12 * mfu)
+        entry['measured'].pop('step_time_refined_s', None)
+        rows.append(MeasuredRow(entry))
+    naive = naive_forecast(rows[0], rows)
+    assert naive == pytest.approx(model_flops_of(rows[0]) / (918e12 * 0.45))
+
+
+def test_the_table_says_what_does_not_fit_and_what_is_missing(capsys):
+    forecasts = [
+        forecast_of('v6e-8-llama3.1-8b', 1.1),
+        forecast_of('v6e-8-mistral-7b', 0.95, peak=3 * 2**30),
+    ]
+    print_own(forecasts, {'another': 'its program is of NeMo'})
+    out = capsys.readouterr().out
+    assert out.startswith('2 rows are forecast from their own programs, 1 are not.\n')
+    assert '3.00 GiB of 2.00 GiB, by the compiler' in out.partition('do not fit')[2]
+    assert 'its program is of NeMo' in out.partition('without a forecast')[2]
+    [line] = [line for line in out.splitlines() if line.startswith('v6e-8-mistral-7b')]
+    assert '-5.0%' in line and line.split()[-2:] == ['no', '20']
