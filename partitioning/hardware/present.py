@@ -12,6 +12,7 @@ import pkgutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 _GOOGLE = '0x1ae0'  # as the vendor of a PCI device
 # Variables that say that this computer has a TPU, or reaches one.
@@ -59,6 +60,7 @@ def use_cpu_without_accelerators() -> None:
     """
     import jax
 
-    chosen = os.environ.get('JAX_PLATFORMS') or jax.config.jax_platforms  # type: ignore[attr-defined]
+    config: Any = jax.config  # whose types lack the setting in some versions of jax
+    chosen = os.environ.get('JAX_PLATFORMS') or config.jax_platforms
     if not chosen and not has_accelerator():
         jax.config.update('jax_platforms', 'cpu')

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import shutil
+import subprocess
 from pathlib import Path
 
 import gin
@@ -11,8 +13,13 @@ from forecasts_by_hand import GIB, make_forecast
 
 from train.cli import forecasting as command
 from train.planning import machines
+from train.planning.subject import Subject
 
 pytestmark = pytest.mark.core
+
+NOT_INSTALLED = (
+    ', or add --on_cpu to compile for virtual CPU devices, or --no_compile for figures by formula'
+)
 
 
 @pytest.fixture
@@ -82,7 +89,7 @@ def test_errors_are_one_line(forecast, tmp_path, arguments, words):
 @pytest.mark.parametrize(
     ('command', 'arguments', 'hint'),
     [
-        ('forecast', ['pretrain'], ', or add --on_cpu to compile for virtual CPU devices'),
+        ('forecast', ['pretrain'], NOT_INSTALLED),
         ('forecast', ['pretrain', '--search'], ''),
         ('fits', ['config.json'], ''),
     ],
@@ -195,7 +202,16 @@ def run(meshwright, monkeypatch, tmp_path):
     def start(peak, *flags):
         memory = dataclasses.replace(make_forecast().memory, peak=peak)
         made = make_forecast(memory=memory)
-        monkeypatch.setattr(command, '_forecast_all', lambda machines, options: ([made], []))
+        about = Subject(
+            run=('pretrain',),
+            settings=(),
+            batch_size=1,
+            sequence_length=None,
+            num_parameters=1,
+            commit=None,
+            modified=False,
+        )
+        monkeypatch.setattr(command, '_forecast_all', lambda *given: ([made], {}, about))
         arguments = ['forecast', 'pretrain', 'configs/models/8b.gin', '--topology=v5p:4x4x4']
         status, _, error = meshwright(*arguments, *flags)
         return status, error
@@ -233,3 +249,31 @@ def test_an_update_needs_a_folder(run):
 def test_a_search_is_not_compared_with_golden_forecasts(run):
     status, error = run(7 * GIB, '--golden=golden', '--search')
     assert status == 2 and '--golden' in error and '--search' in error and error.count('\n') == 1
+
+
+def test_a_forecast_says_what_it_is_of(forecast, tmp_path):
+    git = ['git', '-C', str(tmp_path), '-c', 'user.name=a', '-c', 'user.email=a@b']
+    if shutil.which('git') is None:
+        pytest.skip('git is not installed')
+    for arguments in (['init', '-q'], ['commit', '-q', '--allow-empty', '-m', 'first']):
+        subprocess.run([*git, *arguments], check=True)
+    head = subprocess.run([*git, 'rev-parse', 'HEAD'], capture_output=True, text=True, check=True)
+    commit = head.stdout.strip()
+    flags = ['--topology=v5e:2x2', '--on_cpu', '--no_compile', '--gin.BATCH_SIZE=8']
+    run = ['quickstart', '--gin.SEQUENCE_LENGTH=64']
+    status, out, err = forecast(*run, *flags, f'--out={tmp_path}/my out')
+    assert status == 0, err
+    assert out.splitlines()[:3] == [
+        'run         quickstart',
+        'settings    --gin.SEQUENCE_LENGTH=64 --gin.BATCH_SIZE=8',
+        'batch       8 rows of 64 tokens, 512 tokens in all',
+    ]
+    assert f'commit      {commit[:12]}\n' in out
+    assert f'wrote {tmp_path}/my out/forecast.json, {tmp_path}/my out/forecast.html' in err
+    held = json.loads((tmp_path / 'my out/forecast.json').read_text())['details']['subject']
+    # The embedding, which is also the output layer, the norms, and two layers of the model.
+    layer = 4 * 128 * 128 + 3 * 128 * 256 + 2 * 128
+    assert held['num_parameters'] == 384 * 128 + 128 + 2 * layer
+    assert (held['batch_size'], held['sequence_length']) == (8, 64)
+    assert (held['commit'], held['modified']) == (commit, False)
+    assert f'commit: {commit[:12]}' in (tmp_path / 'my out/forecast.html').read_text()

@@ -10,13 +10,14 @@ import math
 import os
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.cli import searching
-from train.cli.command import CommandParser, configure, run_command
+from train.cli.command import CommandParser, configure, gin_settings, run_command
 from train.cli.training import add_runs, find_gin_file
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from meshwright.report.forecasts import Forecast
     from train.planning.machines import Machine
+    from train.planning.subject import Subject
 
 _DESCRIPTION = """\
 Says whether the train step of a run fits into the memory of machines that you do not have, what its
@@ -127,14 +129,18 @@ def _answer(options: argparse.Namespace, prog: str) -> int:
             folder.mkdir(parents=True, exist_ok=True)
     configure(options, [searching.DEFAULTS, *files])
     with drawing_devices() if options.no_compile else contextlib.nullcontext():
-        forecasts, programs = _forecast_all(machines, options)
+        forecasts, programs, subject = _forecast_all(machines, options)
     if options.json:
-        print(_to_json(forecasts))
+        print(_to_json(forecasts, subject))
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
+        for name, text in subject.lines():
+            print(textwrap.fill(f'{name:<12}{text}', width, subsequent_indent=' ' * 12))
+        print()
         print(forecast_table(forecasts, width=width))
     if folder is not None:
-        _write_files(forecasts, programs, folder)
+        written = _write_files(forecasts, programs, folder, subject)
+        print(f'wrote {", ".join(written)}', file=sys.stderr)
     unchanged = options.golden is None or _is_unchanged(forecasts, options)
     return int(not unchanged or any(one.fits is False for one in forecasts))
 
@@ -206,8 +212,8 @@ def leave_devices_alone() -> None:
 
 def _forecast_all(
     machines: Sequence[Machine], options: argparse.Namespace
-) -> tuple[list[Forecast], dict[str, str]]:
-    """The forecasts of the run that gin has loaded, and the programs by machine.
+) -> tuple[list[Forecast], dict[str, str], Subject]:
+    """The forecasts of the run that gin has loaded, the programs by machine, and what it is.
 
     The run is planned on all machines before it is compiled for any.
     """
@@ -216,6 +222,7 @@ def _forecast_all(
     from train.planning.changes import keep_helpful, list_changes
     from train.planning.forecasts import forecast_step, plan_on
     from train.planning.machines import NotInstalledError
+    from train.planning.subject import describe_subject
 
     try:
         planned = [plan_on(machine, find_config) for machine in machines]
@@ -237,28 +244,40 @@ def _forecast_all(
                 progress=progress,
             )
         forecasts.append(dataclasses.replace(keep_helpful(one), price=options.price))
-    return forecasts, programs
+    names, settings = [*options.runs, *options.gin_file], gin_settings(options)[0]
+    return forecasts, programs, describe_subject(planned[0].run, names, settings)
 
 
-def _to_json(forecasts: Sequence[Forecast]) -> str:
+def _to_json(forecasts: Sequence[Forecast], subject: Subject) -> str:
     """The forecasts as JSON, in their order: the contract that meshwright/report/answers.py has."""
     from meshwright.report.answers import answer_of, answers_json
 
-    return answers_json('forecast', [answer_of(one) for one in forecasts])
+    answers = [answer_of(one) for one in forecasts]
+    return answers_json('forecast', answers, {'subject': subject.to_json()})
 
 
 def _write_files(
-    forecasts: Sequence[Forecast], programs: Mapping[str, str], folder: epath.Path
-) -> None:
-    """Writes `forecast.json`, `forecast.html`, and the compiled programs as `*.hlo.txt`."""
+    forecasts: Sequence[Forecast],
+    programs: Mapping[str, str],
+    folder: epath.Path,
+    subject: Subject,
+) -> list[str]:
+    """Writes `forecast.json`, `forecast.html`, and the compiled programs as `*.hlo.txt`.
+
+    Returns:
+      The paths of what it has written.
+    """
+    written = [folder / 'forecast.json', folder / 'forecast.html']
     from meshwright.report.page import write_page
     from train.errors import os_errors_as
 
     with os_errors_as(f'{folder} cannot be written:'):
-        (folder / 'forecast.json').write_text(_to_json(forecasts) + '\n')
-        write_page(forecasts, folder / 'forecast.html')
+        written[0].write_text(_to_json(forecasts, subject) + '\n')
+        write_page(forecasts, written[1], subject=dict(subject.lines()))
         for machine, text in programs.items():
-            (folder / f'{machine.replace(":", "-")}.hlo.txt').write_text(text)
+            written.append(folder / f'{machine.replace(":", "-")}.hlo.txt')
+            written[-1].write_text(text)
+    return list(map(str, written))
 
 
 def _is_unchanged(forecasts: Sequence[Forecast], options: argparse.Namespace) -> bool:

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import importlib.resources
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from meshwright.report.figures import machine_name
@@ -22,7 +22,12 @@ from partitioning.amounts import bytes_str, seconds_str
 from partitioning.rules import describe_axes
 
 
-def write_page(forecasts: Forecast | Sequence[Forecast], path: str | os.PathLike[str]) -> None:
+def write_page(
+    forecasts: Forecast | Sequence[Forecast],
+    path: str | os.PathLike[str],
+    *,
+    subject: Mapping[str, str] | None = None,
+) -> None:
     """Writes forecasts into one HTML file that works without a network.
 
     Several forecasts, for example of one function on several machines, are compared in a table.
@@ -30,14 +35,17 @@ def write_page(forecasts: Forecast | Sequence[Forecast], path: str | os.PathLike
     Args:
       forecasts: one forecast or several.
       path: the file, such as 'forecast.html'.
+      subject: what the forecasts are of, such as {'commit': '1a2b3c'}, which the page begins with.
 
     Raises:
       ValueError: if there is no forecast.
     """
-    Path(path).write_text(render_page(forecasts), encoding='utf-8')
+    Path(path).write_text(render_page(forecasts, subject), encoding='utf-8')
 
 
-def render_page(forecasts: Forecast | Sequence[Forecast]) -> str:
+def render_page(
+    forecasts: Forecast | Sequence[Forecast], subject: Mapping[str, str] | None = None
+) -> str:
     """Returns the text of the file that `write_page` writes."""
     given = [forecasts] if isinstance(forecasts, Forecast) else [*forecasts]
     if not given:
@@ -47,7 +55,12 @@ def render_page(forecasts: Forecast | Sequence[Forecast]) -> str:
     machines = ', '.join(dict.fromkeys(map(machine_name, given)))
     body = tag(
         'body',
-        tag('header', tag('p', 'Meshwright forecast'), tag('h1', functions)),
+        tag(
+            'header',
+            tag('p', 'Meshwright forecast'),
+            tag('h1', functions),
+            *(tag('p', f'{name}: {text}') for name, text in (subject or {}).items()),
+        ),
         tag(
             'main',
             comparison(given, ids) if len(given) > 1 else None,

@@ -20,7 +20,8 @@ _SECONDS = 10.0  # The longest time to wait for the hub.
 
 def is_hub_name(text: str) -> bool:
     """Whether a text can be the name of a model on a hub: OWNER/NAME, or NAME of an old model."""
-    return re.fullmatch(r'[\w.-]+(/[\w.-]+)?', text) is not None and not text.startswith('.')
+    is_name = re.fullmatch(r'[\w.-]+(/[\w.-]+)?', text) is not None
+    return is_name and not text.startswith('.') and not text.endswith('.json')
 
 
 def read_config_of_hub(name: str) -> ConfigJson:
