@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -460,6 +461,42 @@ def device_questions() -> dict[str, Any]:
 def client_of_processes(client: Any) -> Replacement:
     """The object through which processes wait for one another."""
     return distributed.global_state, 'client', client
+
+
+# Where functions are that choose the kernels of TPUs, in newer and in older versions of jax.
+_TPU_INFO = ('jax._src.tpu_info', 'jax._src.pallas.mosaic.tpu_info')
+
+
+def questions_about_default_device(answer: Callable[[Any], Any]) -> list[Replacement]:
+    """Answers which device is the default one, where kernels are chosen by it.
+
+    Where arrays are placed by it, nothing changes.
+
+    Args:
+      answer: receives the default device, and returns the one to tell.
+    """
+    from jax.extend import backend
+
+    def device() -> Any:
+        return answer(pxla.get_default_device())
+
+    def attribute(name: str, original: Any) -> Any:
+        def ask() -> Any:
+            stated = jax.sharding.get_abstract_mesh().abstract_device
+            return original() if stated else getattr(device(), name)
+
+        return ask
+
+    replaced: list[Replacement] = [(backend, 'get_default_device', device)]
+    for module in _TPU_INFO:
+        if importlib.util.find_spec(module) is None:
+            continue
+        found = importlib.import_module(module)
+        for name, of in (('get_device_kind', 'device_kind'), ('get_num_device_cores', 'num_cores')):
+            if (original := getattr(found, name, None)) is not None:
+                replaced += replace_everywhere(original, attribute(of, original))
+        break
+    return replaced
 
 
 def questions_about_cudnn(version: int, capability: str) -> list[Replacement]:

@@ -63,6 +63,11 @@ class Imitation:
         replaced.append(jax_private.on_place_parts(self._place_parts))
         if machine.process_count > 1:
             replaced.append(jax_private.client_of_processes(Processes()))
+        here, first = jax.devices('cpu')[0], machine.local(machine.devices)[0]
+        # Small computations run here by default; kernels are for the machine.
+        replaced += jax_private.questions_about_default_device(
+            lambda device: first if device is here else device
+        )
         if machine.platform == 'gpu':
             capability = str(getattr(machine.devices[0], 'compute_capability', _CAPABILITY))
             replaced += jax_private.questions_about_cudnn(_CUDNN, capability)

@@ -107,6 +107,29 @@ def test_a_step_that_is_compiled_ahead_is_compiled_once(run_dry):
     assert [line.split()[:2] for line in table.splitlines()] == [['step', '2']]
 
 
+KERNELS = """
+from jax.experimental.pallas import tpu as pltpu
+from jax.extend import backend
+
+@jax.jit
+def tell(w):
+    kinds.extend([backend.get_default_device().device_kind, pltpu.get_tpu_info().num_cores])
+    return w
+
+kinds = []
+tell(w)
+print(*kinds, jax.random.key(0).devices().pop().platform)
+step(w, x)
+step(w, x)
+"""
+
+
+def test_kernels_are_chosen_for_the_machine(run_dry):
+    """A library asks for the default device while it is traced; keys are made here."""
+    status, out, err = run_dry(KERNELS)
+    assert status == 0 and out.startswith('TPU v5 lite 1 cpu\n'), out + err
+
+
 EAGER = """
 @jax.vmap
 def divergence(mean, spread): return (spread - mean * mean - jax.numpy.exp(spread)).sum()
