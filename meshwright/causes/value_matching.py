@@ -7,8 +7,11 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
+import jax
+
 from meshwright.causes.data_flow import DataFlow, Place
 from meshwright.causes.shard_shapes import shard_counts, shard_dimensions
+from meshwright.jaxpr import values
 from meshwright.jaxpr.naming import TracedValues
 from meshwright.jaxpr.values import Value, is_backward, words_of
 from meshwright.program.hlo_text import HloProgram, Instruction
@@ -16,6 +19,9 @@ from meshwright.user_lines import user_line
 
 # What the compiler calls the operations that keep an array per iteration of a loop.
 _STACKING = {'broadcast_in_dim', 'dynamic_update_slice', 'while', 'scan', 'squeeze'}
+# The operations of a jax.checkpoint have the line of its caller in compiled programs.
+_HAS_LINES_OF_CALLERS = jax.__version_info__ < (0, 10)
+_CHECKPOINTS = ('checkpoint', 'remat', 'remat2')
 
 
 class Matcher:
@@ -34,6 +40,12 @@ class Matcher:
         for value in traced.values:
             for line in {*value.stack[:1], *value.loop[:1]}:
                 self._by_line[line].append(value)
+        self._checkpoints: dict[int, tuple[str, ...]] = {}
+        self._by_caller: dict[str, list[Value]] = collections.defaultdict(list)
+        for value in traced.values if _HAS_LINES_OF_CALLERS else ():
+            caller = self._checkpoints[id(value)] = _checkpoint_around(value.place)
+            for line in caller[:1]:
+                self._by_caller[line].append(value)
         self._arguments = self._match_arguments()
         self.flow = DataFlow(program)
 
@@ -74,10 +86,15 @@ class Matcher:
         words, backward = words_of(path), is_backward(path)
         best: list[Value] = []
         best_score = 0.0
-        for value in self._by_line.get(stack[0], ()):
+        near, inner = self._by_line.get(stack[0], []), list[Value]()
+        if 'checkpoint' in words and not any(self._checkpoints.get(id(value)) for value in near):
+            inner = self._by_caller.get(stack[0], [])
+        for value in (*near, *inner):
             score = 0.0
             stacked = value.primitive == 'scan' and bool(primitives & _STACKING)
-            score += 6 * max(_agreement(stack, value.stack), _agreement(stack, value.loop))
+            caller = self._checkpoints[id(value)] if inner else ()
+            lines = value.stack, value.loop, caller
+            score += 6 * max(_agreement(stack, one) for one in lines)
             score += 4 if value.primitive in primitives or stacked else 0
             score += 2 if value.backward == backward else 0
             score += min(len(value.place.words & words), 8) / 2
@@ -129,6 +146,17 @@ class Matcher:
                     position = later + 1
                     break
         return found
+
+
+def _checkpoint_around(place: values.Place) -> tuple[str, ...]:
+    """The call stack of the jax.checkpoint around an operation; () without one."""
+    around = place.around
+    while around is not None:
+        name = getattr(getattr(around.equation, 'primitive', None), 'name', '')
+        if name in _CHECKPOINTS:
+            return around.lines
+        around = around.around
+    return ()
 
 
 def _agreement(stack: Sequence[str], other: Sequence[str]) -> float:
