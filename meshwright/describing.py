@@ -86,6 +86,7 @@ def describe_program(
     mesh, jaxpr = target.mesh, program.traced.jaxpr
     kernels = find_kernel_work(jaxpr)
     model_flops, program_flops = count_device_flops(jaxpr, mesh.size, kernels)
+    repeated = tuple(_find_repeated(program, program_flops))
     laid_out = lay_out_trace(program.traced, mesh, target.slices or None)
     estimate = estimate_memory(laid_out, target.chip)
     work = _find_work(program, target, costs, laid_out, kernels)
@@ -118,7 +119,7 @@ def describe_program(
         warnings=map_texts(program.warnings, shorten_sources),
         notes=(
             *_find_notes(program, target, used, memory.arguments),
-            *_find_repeated(program, program_flops),
+            *repeated,
         ),
         compilation=Compilation(seconds=0.0, peak_rss=0),
         arrays=tuple(array.row for array in held),

@@ -118,7 +118,13 @@ def stack_of_traceback(traceback: Any) -> tuple[str, ...]:
 
     The frames of jax are left out, as XLA leaves them out of the text of a program.
     """
-    frames = () if traceback is None else traceback.frames
+    return () if traceback is None else _stack_of(traceback)
+
+
+@functools.lru_cache(maxsize=2**14)
+def _stack_of(traceback: Any) -> tuple[str, ...]:
+    """The lines of a traceback, which the equations of a trace and of its changes share."""
+    frames = traceback.frames
     return tuple(f'{f.file_name}:{f.line_num}' for f in frames if not is_of_jax(f.file_name))
 
 

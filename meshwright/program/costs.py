@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import weakref
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
@@ -173,6 +174,10 @@ def mesh_axes(mesh: Mesh) -> MeshAxes:
     return MeshAxes(sizes=dict(mesh.shape), slices=spans)
 
 
+# The texts of programs that are in use: writing one takes a compiler long.
+_TEXTS: weakref.WeakKeyDictionary[jax.stages.Compiled, str] = weakref.WeakKeyDictionary()
+
+
 def read_text(compiled: jax.stages.Compiled) -> str:
     """Returns the text of a compiled program, or '' if its back end has none.
 
@@ -183,8 +188,10 @@ def read_text(compiled: jax.stages.Compiled) -> str:
       ValueError: if the compiler, such as libtpu, is newer than jaxlib and has used an
         instruction in a form that jaxlib does not know.
     """
+    if compiled in _TEXTS:
+        return _TEXTS[compiled]
     try:
-        return compiled.as_text() or ''
+        return _TEXTS.setdefault(compiled, compiled.as_text() or '')
     except jax.errors.JaxRuntimeError as error:
         version, reason = metadata.version('jaxlib'), str(error).splitlines()[0]
         raise ValueError(

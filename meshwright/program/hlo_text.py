@@ -7,6 +7,7 @@ instruction per line, except that the metadata of kernels can span several lines
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -155,8 +156,9 @@ class HloProgram:
         return tuple(stack)
 
 
+@functools.lru_cache(maxsize=1)
 def parse_hlo(text: str) -> HloProgram:
-    """Parses `compiled.as_text()`.
+    """Parses `compiled.as_text()`. The last program is kept, because several questions need it.
 
     Raises:
       ValueError: if the text is not a program, or if it is cut off.
