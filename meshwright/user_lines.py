@@ -30,6 +30,11 @@ def user_line(stack: Sequence[str], helpers: Collection[str] = ()) -> str:
       stack: the 'file:line' of the code, and of each of its callers.
       helpers: lines that stand for the lines that call them, see `find_helpers`.
     """
+    return _user_line(tuple(stack), frozenset(helpers))
+
+
+@functools.lru_cache(maxsize=2**14)
+def _user_line(stack: tuple[str, ...], helpers: frozenset[str]) -> str:
     own = [line for line in stack if not is_library(line)]
     told = (line for line in own if line not in helpers)
     return next(told, own[-1] if own else stack[0] if stack else '')

@@ -119,6 +119,7 @@ class KnownLayouts:
         self.rules, self.sizes = AxisRules(rules), dict(sizes)
         self._links = links or LinkedDimensions()
         self.rows = {row.path: row for row in rows if row is not None}
+        self._resolved: dict[tuple[Any, ...], tuple[Axes, ...]] = {}
 
     @functools.cached_property
     def batch_axes(self) -> Axes:
@@ -148,6 +149,12 @@ class KnownLayouts:
 
     def resolve(self, names: Sequence[str | None], shape: Sequence[int]) -> tuple[Axes, ...]:
         """The mesh axes that the rules give to an array whose dimensions have these names."""
+        key = tuple(names), tuple(shape)
+        if key not in self._resolved:
+            self._resolved[key] = self._resolve(names, shape)
+        return self._resolved[key]
+
+    def _resolve(self, names: Sequence[str | None], shape: Sequence[int]) -> tuple[Axes, ...]:
         rules = AxisRules(self.rules, 'replicate', 'drop_axis')
         kept = [n if names.index(n) == i else None for i, n in enumerate(names)]
         resolved, _ = try_resolve(kept, rules, mesh=self.sizes, shape=shape)

@@ -89,12 +89,16 @@ class Matcher:
         near, inner = self._by_line.get(stack[0], []), list[Value]()
         if 'checkpoint' in words and not any(self._checkpoints.get(id(value)) for value in near):
             inner = self._by_caller.get(stack[0], [])
+        known: dict[tuple[str, ...], float] = {(): 0.0}
         for value in (*near, *inner):
             score = 0.0
             stacked = value.primitive == 'scan' and bool(primitives & _STACKING)
             caller = self._checkpoints[id(value)] if inner else ()
             lines = value.stack, value.loop, caller
-            score += 6 * max(_agreement(stack, one) for one in lines)
+            for one in lines:
+                if one not in known:
+                    known[one] = _agreement(stack, one)
+            score += 6 * max(known[one] for one in lines)
             score += 4 if value.primitive in primitives or stacked else 0
             score += 2 if value.backward == backward else 0
             score += min(len(value.place.words & words), 8) / 2

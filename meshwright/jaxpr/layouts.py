@@ -170,19 +170,20 @@ def divide(step: Step, factors: Factors, sizes: Mapping[str, int]) -> tuple[Axes
     As in XLA, a sum is divided if all of its operands are, and only then: otherwise, what is
     divided along the sum is gathered.
     """
-    votes: dict[str, dict[int, float]] = {}
+    votes: dict[str, dict[int, list[Value]]] = {}
     orders: list[list[str]] = [[] for _ in factors.sizes]
     for value, array in _arrays(step, factors):
         if not any(value.axes):
             continue
-        weight = max(value.nbytes, 1)
         for dim, axes in zip(array, value.axes, strict=True):
             for factor, axis in _assign(dim, axes, factors.sizes, sizes) if axes else ():
-                counts = votes.setdefault(axis, {})
-                counts[factor] = counts.get(factor, 0.0) + weight
+                votes.setdefault(axis, {}).setdefault(factor, []).append(value)
                 if axis not in orders[factor]:
                     orders[factor].append(axis)
-    winner = {axis: _choose(axis, counts, step, factors) for axis, counts in votes.items()}
+    winner = {
+        axis: next(iter(found)) if len(found) == 1 else _choose(axis, found, step, factors)
+        for axis, found in votes.items()
+    }
     for factor, order in enumerate(orders):
         if order:
             orders[factor] = [axis for axis in order if winner[axis] == factor]
@@ -194,7 +195,8 @@ def layout_of(dim: Dimension, divided: Sequence[Axes]) -> Axes:
     return divided[dim[0]] if len(dim) == 1 else tuple([a for f in dim for a in divided[f]])
 
 
-def _choose(axis: str, votes: Mapping[int, float], step: Step, factors: Factors) -> int:
+def _choose(axis: str, voters: Mapping[int, Sequence[Value]], step: Step, factors: Factors) -> int:
+    votes = {f: sum(float(max(v.nbytes, 1)) for v in values) for f, values in voters.items()}
     sums = [f for f in votes if f in factors.summed]
     # The rows of a lookup stay where their indices are, whatever shards the table.
     is_lookup = step.name == 'gather' and len(sums) < len(votes)
@@ -221,6 +223,9 @@ def _assign(
     dim: Dimension, axes: Axes, factor_sizes: Sequence[int], sizes: Mapping[str, int]
 ) -> list[tuple[int, str]]:
     """The factors that the axes of a dimension divide: the major one until it is used up."""
+    if len(dim) == len(axes) == 1:  # nearly all
+        size = factor_sizes[dim[0]]
+        return [(dim[0], axes[0])] if size > 1 or size % sizes[axes[0]] == 0 else []
     left, found = list(axes), list[tuple[int, str]]()
     for factor in dim:
         remaining = factor_sizes[factor]

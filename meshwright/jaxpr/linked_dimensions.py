@@ -70,8 +70,11 @@ class LinkedDimensions:
         return tuple(found)
 
     def _root(self, key: _Key) -> _Key:
+        first = key
         while (parent := self._parents.get(key, key)) != key:
             key = parent
+        if first != key:
+            self._parents[first] = key  # the next search is shorter
         return key
 
 
