@@ -212,7 +212,13 @@ def _explain(
     text = read_text(program.compiled)
     explained = explain_program(text, program.traced.jaxpr, costs, mesh=target.mesh, **known)
     advised = find_variants(
-        program.traced, laid_out, known['rows'], explained, target.mesh, chip=target.chip
+        program.traced,
+        laid_out,
+        known['rows'],
+        explained,
+        target.mesh,
+        chip=target.chip,
+        memory=estimate,
     )
     if recompile is not None and costs is not None:
 

@@ -10,7 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from meshwright.jax_private import TracedCall
-from meshwright.jaxpr import TracedProgram, estimate_memory, lay_out_trace
+from meshwright.jaxpr import MemoryEstimate, TracedProgram, estimate_memory, lay_out_trace
 from meshwright.jaxpr.exchange_list import exchanges_of, walk_exchanges
 from meshwright.jaxpr.values import Block, Value
 from meshwright.time.traced_work import estimate_work
@@ -103,9 +103,19 @@ def estimate_call(
 
 
 def estimate_program(
-    laid_out: TracedProgram, chip: Chip | None = None, most: float = math.inf
+    laid_out: TracedProgram,
+    chip: Chip | None = None,
+    most: float = math.inf,
+    *,
+    memory: MemoryEstimate | None = None,
 ) -> Estimate | None:
-    """Estimates what a function sends and holds, whose arrays are laid out; see `estimate_call`."""
+    """Estimates what a function sends and holds, whose arrays are laid out; see `estimate_call`.
+
+    Args:
+      laid_out: the function.
+      chip, most: as for `estimate_call`.
+      memory: its memory, if it is known already.
+    """
     found: dict[Sent, float] = collections.defaultdict(float)
     equations: dict[int, float] = collections.defaultdict(float)
     sent = cost = 0.0
@@ -129,7 +139,7 @@ def estimate_program(
     return Estimate(
         sent=sent,
         cost=cost,
-        peak=estimate_memory(laid_out, chip).peak,
+        peak=(memory or estimate_memory(laid_out, chip)).peak,
         flops=work.matmul_flops,
         exchanges=dict(found),
         equations=dict(equations),

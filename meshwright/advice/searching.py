@@ -39,7 +39,7 @@ from meshwright.causes.cause import (
 from meshwright.causes.explaining import Explanation
 from meshwright.causes.layouts import axes_of_row
 from meshwright.jax_private import TracedCall
-from meshwright.jaxpr import TracedProgram
+from meshwright.jaxpr import MemoryEstimate, TracedProgram
 from meshwright.jaxpr.values import Axes
 from partitioning.hardware import Chip
 from partitioning.plan.rows import PlanRow
@@ -63,6 +63,7 @@ def find_variants(
     mesh: Mesh,
     *,
     chip: Chip | None = None,
+    memory: MemoryEstimate | None = None,
 ) -> Advised:
     """Estimates a function with the changes that may help, and keeps those that do.
 
@@ -73,10 +74,11 @@ def find_variants(
       explanation: the causes of its exchanges, whose changes are tried, too.
       mesh: the mesh.
       chip: the chip.
+      memory: the memory of the function by formula, if it is known already.
     """
     traced, possible = explanation.traced, explanation.possible
     subject = make_subject(call, mesh, rows, traced)
-    base = estimate_program(laid_out, chip)
+    base = estimate_program(laid_out, chip, memory=memory)
     assert base is not None
     around = Surroundings(subject, traced, possible, base.equations)
     budget = min(_MOST, max(_FEWEST, _STEPS // max(count_steps(laid_out.block), 1)))

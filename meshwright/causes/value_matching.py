@@ -36,6 +36,7 @@ class Matcher:
     def __init__(self, program: HloProgram, traced: TracedValues, sizes: Mapping[str, int]):
         self._program, self._traced = program, traced
         self._counts, self._sizes = shard_counts(sizes), dict(sizes)
+        self._shards: dict[tuple[tuple[object, ...], ...], bool] = {}
         self._by_line: dict[str, list[Value]] = collections.defaultdict(list)
         for value in traced.values:
             for line in {*value.stack[:1], *value.loop[:1]}:
@@ -114,10 +115,14 @@ class Matcher:
         self, shape: Sequence[int], whole: Sequence[int], whole_along: Sequence[str] = ()
     ) -> bool:
         """Whether an array of one shape can be a shard of one of another, up to dimensions of 1."""
-        counts = self._counts
-        if whole_along:
-            counts = shard_counts({a: n for a, n in self._sizes.items() if a not in whole_along})
-        return shard_dimensions(shape, whole, counts) is not None
+        key = tuple(shape), tuple(whole), tuple(whole_along)
+        if key not in self._shards:
+            counts = self._counts
+            if whole_along:
+                sizes = {a: n for a, n in self._sizes.items() if a not in whole_along}
+                counts = shard_counts(sizes)
+            self._shards[key] = shard_dimensions(shape, whole, counts) is not None
+        return self._shards[key]
 
     def _fit(self, shape: Sequence[int], value: Value) -> float:
         """Prefers values whose dimensions have the order and the layout of a device's part."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.jaxpr.factor_rules import find_factors
-from meshwright.jaxpr.layouts import divide, layout_of
+from meshwright.jaxpr.layouts import divide, is_settled, layout_of
 from meshwright.jaxpr.primitives import names_in
 from meshwright.jaxpr.values import (
     TO_GLOBAL,
@@ -91,6 +91,9 @@ class _Exchanges:
         factors = find_factors(step)
         if not factors.known:
             self.unknown.add(step.name)
+        if is_settled(step, factors):
+            out.append(step)
+            return
         divided = divide(step, factors, self._sizes)
         step.inputs = [
             self._move(value, [layout_of(dim, divided) for dim in array], step, out, moved)

@@ -26,6 +26,7 @@ from meshwright.jaxpr.values import (
 )
 
 _KEEPING = ELEMENTWISE | {'transpose', 'reshape', 'squeeze', 'optimization_barrier'}
+_IN_ORDER = tuple((n,) for n in range(64))  # the factors of an array whose dimensions are theirs
 _ROUNDS = 12  # of sweeps; nested loops need a few
 
 
@@ -98,6 +99,9 @@ class _Sweeps:
     def _spread(self, step: Step) -> bool:
         """Gives the open dimensions around a step the layout of those that they belong to."""
         factors, changed = find_factors(step), False
+        if is_settled(step, factors):
+            self._changed.discard(id(step))
+            return False
         divided = divide(step, factors, self._sizes)
         if any(divided):
             for value, array in _arrays(step, factors):
@@ -157,6 +161,32 @@ class _Sweeps:
             return False
         self._set(value, d, axes)
         return True
+
+
+def is_settled(step: Step, factors: Factors) -> bool:
+    """Whether all arrays of an operation on single elements have the same layout already.
+
+    Most operations are such, and `divide` says nothing new about them. Of dimensions that several
+    axes shard, or that have one element, it may say more.
+    """
+    if factors.summed or not factors.known:
+        return False
+    first: Value | None = None
+    for values, arrays in ((step.inputs, factors.inputs), (step.outputs, factors.outputs)):
+        for value, array in zip(values, arrays, strict=True):
+            if not array:  # a scalar
+                continue
+            if first is None:
+                first = value
+                if factors.sizes != value.shape:
+                    return False
+            if value.axes != first.axes or array != _IN_ORDER[: len(array)]:
+                return False
+    if first is None:
+        return True
+    return all(
+        not a or (len(a) == 1 and n > 1) for a, n in zip(first.axes, first.shape, strict=True)
+    )
 
 
 def _used_elsewhere(value: Value, d: int) -> set[str]:

@@ -166,8 +166,11 @@ class Value:
 
     def with_axes(self, axes: Sequence[Axes | None]) -> Value:
         """A copy of the array with other mesh axes, all of them fixed."""
-        fixed = [True] * len(self.shape)
-        return dataclasses.replace(self, axes=[one or () for one in axes], fixed=fixed)
+        copy = Value.__new__(Value)
+        for name in _FIELDS:
+            setattr(copy, name, getattr(self, name))
+        copy.axes, copy.fixed = [one or () for one in axes], [True] * len(self.shape)
+        return copy
 
     @property
     def names(self) -> tuple[str | None, ...]:
@@ -198,6 +201,9 @@ class Value:
     def loop(self) -> tuple[str, ...]:
         """The 'file:line' of the loop that stacks this value, and of its callers; or ()."""
         return self.maker.place.lines if self.maker and self.maker.name == 'scan' else ()
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Value))
 
 
 @dataclasses.dataclass(eq=False, slots=True)
