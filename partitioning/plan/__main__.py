@@ -7,11 +7,15 @@ python -m partitioning.plan before.json after.json
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Sequence
 
 from partitioning.plan import Plan, plan_diff
+from partitioning.plan.folding import folded_table
 from partitioning.untrusted_text import printable
+
+_WIDTH = 160  # in a file or a pipe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument('plan', help='a file that Plan.save wrote')
     parser.add_argument('after', nargs='?', help='another file, to compare the first with')
+    parser.add_argument('--all', action='store_true', help='a row for every array, with reasons')
     flags = parser.parse_args(arguments)
     try:
         plan = Plan.load(flags.plan)
@@ -29,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f'error: {printable(str(error))}', file=sys.stderr)
         return 2
     if after is None:
-        print(printable(str(plan)))
+        width = shutil.get_terminal_size((_WIDTH, 24)).columns
+        print(printable(str(plan) if flags.all else folded_table(plan.rows, plan.mesh, width)))
         return 0
     changes = plan_diff(plan, after)
     print(printable(str(changes)))

@@ -28,8 +28,11 @@ def show_plan(arguments: Sequence[str], prog: str) -> int:
         ('diff', 2, 'print what changes from one plan to another; exit with 1 if they differ'),
     ):
         one = verbs.add_parser(verb, help=text, description=text)
+        if verb == 'show':
+            one.add_argument('--all', action='store_true', help='a row for every array')
         one.add_argument('plans', nargs=count, metavar='PLAN', help='a plan file or a run folder')
-    given = parser.parse_args(arguments or ['--help']).plans
-    return plans.main(
-        [p if p.endswith('.json') or Path(p).is_file() else f'{p}/plan.json' for p in given]
-    )
+    options = parser.parse_args(arguments or ['--help'])
+    files = [
+        p if p.endswith('.json') or Path(p).is_file() else f'{p}/plan.json' for p in options.plans
+    ]
+    return plans.main([*files, *(['--all'] if getattr(options, 'all', False) else [])])

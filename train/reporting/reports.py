@@ -129,13 +129,24 @@ def _axes(row: PlanRow) -> str:
     )
 
 
-def describe_audit(audit: Audit) -> Iterator[str]:
-    """Yields lines on the bytes of the state per device, and how far they exceed an even split."""
+# Less replication than this part of a device's memory is not worth a line.
+_WORTH_A_LINE = 0.01
+
+
+def describe_audit(audit: Audit, memory: int | None = None) -> Iterator[str]:
+    """Yields lines on the bytes of the state per device, and how far they exceed an even split.
+
+    `memory` is the memory of a device in bytes, if it is known.
+    """
     roles = ', '.join(f'{role} {bytes_str(size)}' for role, size in audit.by_role.items())
     above = audit.replicated_bytes_per_device
     even = audit.bytes_per_device - above
     split = f'{above / max(even, 1):,.1%} above an even split' if above else 'split evenly'
-    yield f'state: {bytes_str(audit.bytes_per_device)} per device ({roles}), {split}'
+    state = f'state: {bytes_str(audit.bytes_per_device)} per device ({roles})'
+    if memory is not None and 0 < above < _WORTH_A_LINE * memory:
+        yield state
+        return
+    yield f'{state}, {split}'
     if audit.replicated:
         worst = audit.replicated[0]
         extra = bytes_str(worst.bytes_per_device)

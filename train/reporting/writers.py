@@ -206,8 +206,14 @@ def _is_record(line: str, last_step: int) -> bool:
         return False
 
 
+# What is not a curve: the time left, and the times of the start, which are one point each.
+_NOT_CURVES = ('train/seconds_left', 'start/')
+
+
 class TensorBoardWriter:
     """Writes event files for TensorBoard to `<directory>/tensorboard/`.
+
+    They have no times of the start of the run and no time left, which `JsonWriter` writes.
 
     TensorBoard itself hides the records after the resumed step, because a new event file says so.
 
@@ -233,7 +239,9 @@ class TensorBoardWriter:
         return EventFile(self.path, 'TensorBoardWriter', purge_step=self._resumed_step + 1)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._events.write_scalars(step, scalars.items())
+        shown = [(name, x) for name, x in scalars.items() if not name.startswith(_NOT_CURVES)]
+        if shown:
+            self._events.write_scalars(step, shown)
 
     def close(self) -> None:
         if '_events' in self.__dict__:

@@ -30,6 +30,7 @@ from train.paths import as_folder
 from train.processes.activity import calling_compiler
 from train.processes.together import agree_on
 from train.reporting.console import RunConsole
+from train.reporting.memory import device_memory
 from train.reporting.reports import (
     describe_audit,
     describe_data,
@@ -227,7 +228,8 @@ def report_run(run: Run) -> None:
     title, table = describe_parameters([r for r in run.plan.rows if r.role == 'parameters'])
     run.console.heading(title)
     run.console.show(table)
-    for line in describe_audit(run.audit):
+    memory = device_memory(run.config.partitioner.mesh.devices.flat[0])
+    for line in describe_audit(run.audit, memory):
         say(line)
     if (decay := run.config.ema_decay) is not None:
         used = 'evaluations use it' if run.config.evaluate_ema else 'evaluations do not use it'
