@@ -15,7 +15,7 @@ Side = Literal['inward', 'outward']
 
 # The last key of a path is the module itself unless it is one of these.
 ARRAY_KEYS = {'kernel', 'w', 'weight', 'weights', 'embedding', 'embeddings', 'bias', 'b', 'scale'}
-_ATTENTION = re.compile(r'att(n|ention)')
+_ATTENTION = re.compile(r'att(n|ention)(?!_?blocks)')  # whose blocks have an MLP, too
 _MLP_BLOCK = re.compile(r'(^|_)(mlp|ffn?|feed_?forward)(_|$)')
 _PROJECTION = re.compile(
     r'^(w_?)?(q|k|v|kv|qkv|query|key|value|query_key_value)$|^o$|(^|_)(q|k|v|o|kv|qkv)_(proj|einsum)$'

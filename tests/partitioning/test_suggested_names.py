@@ -24,6 +24,7 @@ pytestmark = pytest.mark.core
 KEY = jax.random.key(0)
 MESH = {'data': 4, 'model': 2}
 TABLE, INTO, OUT_OF = ('vocab', 'embed'), ('embed', 'mlp'), ('mlp', 'embed')
+QKV = ('query', 'key', 'value', 'output')
 QUERY, BACK = ('embed', 'heads'), ('heads', 'embed')
 
 
@@ -193,6 +194,15 @@ def two_lstms(width=64, letters=128):
     return tree({**gates, 'norm1/weight': (width, letters), 'norm1/bias': (width, letters)})
 
 
+def attention_blocks(width=64):
+    """Equinox's vision transformer, whose blocks are called after their attention only."""
+    block = {f'attention_blocks/{{}}/attention/{k}_proj/weight': (width, width) for k in QKV}
+    for name, reads, writes in (('linear1', width, 128), ('linear2', 128, width)):
+        block[f'attention_blocks/{{}}/{name}/weight'] = (writes, reads)
+        block[f'attention_blocks/{{}}/{name}/bias'] = (writes,)
+    return tree(layers(2, block | norm('attention_blocks/{}/layer_norm1', width)))
+
+
 def unet(width=64):
     """A block of a diffusion model, whose module 'proj' leads into its MLP."""
     block = 'down_blocks_0/attentions_0/transformer_blocks_{}'
@@ -329,6 +339,14 @@ CASES = {
     'recurrent': (
         lambda key: recurrent(),
         {'lstm/hi/kernel': INTO, 'lstm/if/kernel': INTO, 'projection/kernel': INTO},
+    ),
+    'blocks of attention': (
+        lambda key: attention_blocks(),
+        {
+            'attention_blocks/0/attention/query_proj/weight': ('heads', 'embed'),
+            'attention_blocks/0/linear1/weight': ('mlp', 'embed'),
+            'attention_blocks/1/linear2/weight': ('embed', 'mlp'),
+        },
     ),
     'two recurrent layers': (
         lambda key: two_lstms(),
