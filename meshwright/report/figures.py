@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from meshwright.program.collectives import Collective
-from meshwright.report.forecasts import Forecast
+from meshwright.report.forecasts import FORMULA_ERROR, Forecast
 from meshwright.report.time_words import bounds_of, cost_per_million, tokens_per_second
 from meshwright.time import StepTime
 from meshwright.time.work import Origin
@@ -239,6 +239,8 @@ def _machine(forecast: Forecast) -> Iterator[Figure]:
     if memory.limit is not None:
         free = memory.limit - memory.peak
         fits = f'yes, {bytes_str(free)} free' if free >= 0 else f'NO, lacks {bytes_str(-free)}'
+        if forecast.is_close:
+            fits = f'close: {fits.partition(", ")[2]}'
     yield Figure(MACHINE, 'devices', f'{forecast.num_devices:,}', 'text')
     yield Figure(MACHINE, 'mesh', ' x '.join(axes) or 'one device', 'text')
     yield Figure(MACHINE, 'fits', fits, 'text', _origin(forecast))
@@ -247,6 +249,8 @@ def _machine(forecast: Forecast) -> Iterator[Figure]:
 def _memory(forecast: Forecast) -> Iterator[Figure]:
     memory = forecast.memory
     yield Figure(MEMORY, 'peak', memory.peak, 'bytes', _origin(forecast))
+    error = f'±{share_str(FORMULA_ERROR)}' if forecast.back_end == 'none' else None
+    yield Figure(MEMORY, 'usual error', error, 'text')
     yield Figure(MEMORY, 'limit', memory.limit, 'bytes')
     yield Figure(MEMORY, 'arguments', memory.arguments, 'bytes')
     for role in ('parameters', 'optimizer', 'batch', 'other'):

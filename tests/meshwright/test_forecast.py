@@ -342,3 +342,24 @@ def test_the_time_in_words():
     assert tokens_per_second(make_forecast(time=None)) is None
     unknown = range_sentence(make_forecast(chip=CHIPS['v4']))
     assert 'no step on v4 was measured' in unknown and 'v5p' in unknown
+
+
+@pytest.mark.parametrize(
+    'peak, is_close, words',
+    [
+        (80, False, 'yes, 20'),
+        (95, True, 'close: 5'),
+        (105, True, 'close: lacks'),
+        (112, False, 'NO'),
+    ],
+)
+def test_a_peak_by_formula_can_be_close_to_the_limit(peak, is_close, words):
+    """Its usual error is 10%; a compiler's peak is never close."""
+    memory = dataclasses.replace(make_forecast().memory, limit=100 * 2**30, peak=peak * 2**30)
+    made = make_forecast(memory=memory, back_end='none')
+    assert made.is_close is is_close
+    text = forecast_table([made])
+    assert words in text and '±10%' in text
+    assert ('close to the limit' in render_page([made])) is is_close
+    compiled = make_forecast(memory=memory)
+    assert not compiled.is_close and '±10%' not in forecast_table([compiled])

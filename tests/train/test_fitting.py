@@ -1,6 +1,7 @@
 """Models of Hugging Face: their parameters, their gin files, and the machines they fit into."""
 
 import dataclasses
+import json
 from types import SimpleNamespace
 
 import gin
@@ -14,6 +15,7 @@ from partitioning import PjitPartitioner
 from partitioning.hardware import CHIPS, stand_in_devices
 from train import NextToken
 from train.checkpoints.huggingface.config_json import ConfigJson
+from train.cli.fitting import find_machines
 from train.data import RandomTokens
 from train.errors import ConfigError
 from train.gin.load import find_config
@@ -22,6 +24,7 @@ from train.planning import fits
 from train.planning.candidates import Workload, change_run
 from train.planning.fits import find_smallest, fit_machine, list_machines
 from train.planning.gin_text import PRETRAIN, write_fit, write_pretraining
+from train.planning.huggingface.counted import count_model, fit_counted, judge
 from train.planning.huggingface.models import choose_rows, find_model, parse_tokens, read_model
 from train.planning.machines import parse_machine
 
@@ -223,14 +226,13 @@ def test_tokens_of_a_batch():
     ('text', 'words'),
     [
         ('{"model_type": "lama"}', ["'lama'", "Did you mean 'llama'?", 'starcoder2']),
-        ('{"model_type": "mamba"}', ["'mamba'", 'The known ones are', 'gpt_neox']),
+        ('{"model_type": "rwkv"}', ["'rwkv'", 'The known ones are', 'gpt_neox', 'meshwright dry']),
         ('{"hidden_size": 4096}', ['model_type is None']),
         ('[1, 2]', ['no JSON object']),
         ('{"model_type": ', ['cannot be read']),
         ('[' * 100_000, ['cannot be read']),
         ('{"model_type": "opt", "hidden_size": "wide"}', ['config.json']),
         ('{"model_type": "phi3", "hidden_size": 64}', ['config.json has no', 'phi3 needs it']),
-        ('{"model_type": "qwen2_moe"}', ['all tokens share', 'use a mixtral or a qwen3_moe']),
         ('{"model_type": {"a": 1}}', ['model_type is']),
     ],
 )
@@ -240,3 +242,118 @@ def test_a_malformed_config_is_refused_in_one_line(tmp_path, text, words):
         find_model(str(tmp_path))
     message = str(error.value)
     assert '\n' not in message and not [word for word in words if word not in message]
+
+
+# Settings as the models' own files have them, each with the parameters and the active ones that
+# others have published: of MaxText's measured steps, of the cards of Qwen, and of state-spaces.
+DEEPSEEK = {
+    'first_k_dense_replace': 3,
+    'hidden_size': 7168,
+    'intermediate_size': 18_432,
+    'kv_lora_rank': 512,
+    'model_type': 'deepseek_v3',
+    'moe_intermediate_size': 2048,
+    'n_routed_experts': 256,
+    'n_shared_experts': 1,
+    'num_attention_heads': 128,
+    'num_experts_per_tok': 8,
+    'num_hidden_layers': 61,
+    'q_lora_rank': 1536,
+    'qk_nope_head_dim': 128,
+    'qk_rope_head_dim': 64,
+    'topk_method': 'noaux_tc',
+    'v_head_dim': 128,
+    'vocab_size': 129_280,
+    'tie_word_embeddings': False,
+}
+SMALLER = DEEPSEEK | {
+    'first_k_dense_replace': 1,
+    'hidden_size': 2048,
+    'intermediate_size': 10_944,
+    'model_type': 'deepseek_v2',
+    'moe_intermediate_size': 1408,
+    'n_routed_experts': 64,
+    'n_shared_experts': 2,
+    'num_attention_heads': 16,
+    'num_experts_per_tok': 6,
+    'num_hidden_layers': 27,
+    'q_lora_rank': None,
+    'topk_method': 'greedy',
+    'vocab_size': 102_400,
+}
+SCOUT = {
+    'hidden_size': 5120,
+    'intermediate_size': 8192,
+    'intermediate_size_mlp': 16_384,
+    'interleave_moe_layer_step': 1,
+    'model_type': 'llama4_text',
+    'num_attention_heads': 40,
+    'num_hidden_layers': 48,
+    'num_key_value_heads': 8,
+    'num_local_experts': 16,
+    'vocab_size': 202_048,
+}
+QWEN = {
+    'hidden_size': 2048,
+    'intermediate_size': 5632,
+    'model_type': 'qwen2_moe',
+    'moe_intermediate_size': 1408,
+    'num_attention_heads': 16,
+    'num_experts': 60,
+    'num_experts_per_tok': 4,
+    'num_hidden_layers': 24,
+    'num_key_value_heads': 16,
+    'shared_expert_intermediate_size': 5632,
+    'vocab_size': 151_936,
+}
+MAMBA = {'hidden_size': 768, 'model_type': 'mamba', 'num_hidden_layers': 24, 'vocab_size': 50_280}
+
+
+@pytest.mark.parametrize(
+    'values, whole, active',
+    [
+        (DEEPSEEK, 671_026_279_424, 36_624_596_992),
+        (SMALLER, 15_706_470_400, 2_451_308_544),
+        (SCOUT, 107_769_861_120, 16_137_912_320),
+        (
+            SCOUT | {'num_local_experts': 128, 'interleave_moe_layer_step': 2},
+            400_711_848_960,
+            16_149_708_800,
+        ),
+        (QWEN, 14_315_784_192, None),
+        (MAMBA, 129_135_360, None),
+    ],
+)
+def test_layers_that_our_models_do_not_have_are_counted(values, whole, active):
+    found = count_model(ConfigJson(values, 'config.json'))
+    assert found.num_parameters == pytest.approx(whole, rel=2e-6)
+    if active is not None:
+        assert found.active_parameters == pytest.approx(active, rel=2e-4)
+
+
+def test_flops_and_memory_of_counted_models():
+    """250.45 GFLOP per token with rows of 4,096, as MaxText counts causal attention."""
+    found = count_model(ConfigJson({'text_config': DEEPSEEK}, 'config.json'))
+    assert found.flops_per_token(4096) == pytest.approx(250.45e9, rel=1e-3)
+    small, large = (
+        fit_counted(found, parse_machine(name), 1024, 4096) for name in ('v5p:4x4x4', 'v5p:8x8x16')
+    )
+    # 14 bytes per parameter and more: 147 GB on 64 chips, and 9.2 GB on 1,024.
+    assert small.verdict == 'no' and small.peak > 14 * 671e9 / 64
+    assert large.verdict == 'yes' and 9.2e9 < large.peak < 40e9
+    assert large.flops == pytest.approx(250.45e9 * 4096, rel=1e-3)
+    assert [judge(peak, 100, 0.3) for peak in (70, 90, 140, 150)] == ['yes', 'close', 'close', 'no']
+
+
+def test_fits_answers_for_counted_models(tmp_path, capsys):
+    (tmp_path / 'config.json').write_text(json.dumps(DEEPSEEK))
+    command = [str(tmp_path), '--topology=v5p:8x8x16', '--topology=v5p:4x4x4']
+    assert find_machines(command, 'fits') == 1
+    text = capsys.readouterr().out
+    assert '671.03 B parameters' in text and 'latent attention' in text
+    assert 'meshwright dry' in text and 'v5p:8x8x16' in text
+    assert find_machines([*command, '--out=run.gin'], 'fits') == 2
+    assert 'leave it out' in capsys.readouterr().err
+    (tmp_path / 'config.json').write_text('{"model_type": "deepseek_v3", "hidden_size": "wide"}')
+    assert find_machines(command, 'fits') == 2
+    assert capsys.readouterr().err.count('\n') == 1

@@ -21,6 +21,7 @@ from train.cli.searching import DEFAULTS
 if TYPE_CHECKING:
     from train.planning.candidates import Workload
     from train.planning.fits import Fit, Known
+    from train.planning.huggingface.counted import CountedModel
     from train.planning.huggingface.models import FoundModel
     from train.planning.machines import Machine
 
@@ -82,14 +83,23 @@ def _answer(options: argparse.Namespace) -> int:
     from train.gin.load import find_config, load_config
     from train.planning.candidates import Workload
     from train.planning.gin_text import PRETRAIN, write_pretraining
-    from train.planning.huggingface.models import choose_rows, find_model, parse_tokens
+    from train.planning.huggingface.counted import count_model
+    from train.planning.huggingface.models import (
+        choose_rows,
+        find_config_json,
+        parse_tokens,
+        read_model,
+    )
     from train.planning.machines import check_compilers, parse_machine
 
     machines = [parse_machine(name) for name in options.topology]
     if options.compile:
         check_compilers(machines)
     tokens = parse_tokens(options.batch_tokens)
-    model = find_model(options.config, dtype='bfloat16')
+    settings = find_config_json(options.config)
+    if (counted := count_model(settings)) is not None:
+        return _answer_counted(counted, machines, tokens, options)
+    model = read_model(settings, dtype='bfloat16')
     rows = choose_rows(model, tokens, options.sequence_length)
     lines = write_pretraining(model.config, **rows)
     load_config([DEFAULTS, PRETRAIN], [line for line in lines if line])
@@ -99,6 +109,48 @@ def _answer(options: argparse.Namespace) -> int:
     found, smallest = _fit_all(work, machines, compile=options.compile)
     _show(model, work, lines, found, smallest, options)
     return int(not all(fit.fits for fit in found))
+
+
+def _answer_counted(
+    model: CountedModel, machines: Sequence[Machine], tokens: int, options: argparse.Namespace
+) -> int:
+    """Prints what is known of a model that the models here cannot compute."""
+    from meshwright.report.answers import answers_json
+    from train.errors import ConfigError
+    from train.planning.huggingface.counted import fit_counted
+    from train.planning.huggingface.models import divide_rows
+    from train.planning.tables import counted_answer, counted_table, describe_counted
+    from train.reporting.console import SafeConsole
+
+    if options.compile or options.out:
+        flag = '--compile' if options.compile else '--out'
+        raise ConfigError(
+            f'{flag} needs a model that the trainer has, and it lacks {model.has}: leave it out'
+        )
+    rows = divide_rows(tokens, options.sequence_length, model.max_length)
+    sizes = rows['batch_size'], rows['sequence_length']
+    found = [fit_counted(model, machine, *sizes) for machine in machines]
+    if options.json:
+        held = {
+            'model': model.kind,
+            'num_parameters': model.num_parameters,
+            'active_parameters': model.active_parameters,
+            'flops_per_token': model.flops_per_token(sizes[1]),
+            'batch_tokens': tokens,
+            'sequence_length': sizes[1],
+            'smallest': {},
+            'gin': None,
+        }
+        print(answers_json('fits', [counted_answer(fit) for fit in found], held))
+    else:
+        console = SafeConsole()
+        if not console.is_terminal:
+            console.width = 160
+        for line in describe_counted(model, *sizes):
+            console.print(line, soft_wrap=True)
+        console.print()
+        console.print(counted_table(found))
+    return int(any(fit.verdict == 'no' for fit in found))
 
 
 def _fit_all(

@@ -192,6 +192,11 @@ _STATE, _GRADIENT, _SUM = 12, 2, 4
 _ELEMENT = 2  # bytes of an activation in bfloat16
 
 
+def bytes_of_parameters(num_microbatches: int) -> int:
+    """The least bytes that each parameter needs in a step, with its moments and its gradient."""
+    return _STATE + _GRADIENT + (_SUM if num_microbatches > 1 else 0)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
     """A run, and what decides the memory that it needs.
@@ -246,8 +251,7 @@ class Workload:
           keeps_products: whether the backward pass finds the results of products, which it
             otherwise computes again from the inputs of the layers.
         """
-        gradient = _GRADIENT + (_SUM if num_microbatches > 1 else 0)
-        state = self.num_parameters * (_STATE + gradient) / sizes.num_devices
+        state = self.num_parameters * bytes_of_parameters(num_microbatches) / sizes.num_devices
         if self.model is None:
             return state
         width = self.model.embed_dim

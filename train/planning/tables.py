@@ -12,11 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.report.answers import Answer, answer_of
-from partitioning.amounts import bytes_str, seconds_str, share_str
+from partitioning.amounts import bytes_str, flops_str, seconds_str, share_str
 from partitioning.hardware.chips import GIB
 from partitioning.pictures.figures import new_figure
 from train.planning.candidates import Workload
 from train.planning.fits import Fit
+from train.planning.huggingface.counted import ERROR, CountedFit, CountedModel
 from train.planning.huggingface.models import FoundModel
 from train.planning.searching import Found, SearchResult, Status
 
@@ -104,6 +105,52 @@ def describe_model(model: FoundModel, work: Workload) -> list[str]:
     return lines + [f'our model differs: {text}' for text in model.differs]
 
 
+def describe_counted(model: CountedModel, rows: int, length: int) -> list[str]:
+    """Returns lines that describe a model that is counted, and what is not known of it."""
+    whole, active = model.num_parameters, model.active_parameters
+    flops = model.flops_per_token(length)
+    return [
+        f'{model.kind} with {whole / 1e9:,.2f} B parameters ({whole:,}), of which a token is '
+        f'multiplied by {active / 1e9:,.2f} B; {rows:,} rows of {length:,} tokens in a step',
+        f'{flops / 1e9:,.1f} GFLOP per token, forward and backward; parameters and AdamW in '
+        'float32',
+        f'the models here lack {model.has}, so there is no time, no layout and no gin file: '
+        'run your own training code with `meshwright dry TOPOLOGY -- python train.py` for these',
+        f'memory is about ±{share_str(ERROR)}, with parameters over all devices and layers that '
+        'are computed again in the backward pass',
+    ]
+
+
+def counted_table(fits: Sequence[CountedFit]) -> Table:
+    """Returns a table with a row for each machine, for a model that is counted."""
+    table = Table(box=None, pad_edge=False, header_style='bold')
+    for name in ('machine', 'devices', 'fits', 'GiB', 'limit', 'microbatches', 'per device'):
+        table.add_column(name, justify='left' if name in ('machine', 'fits') else 'right')
+    for fit in fits:
+        limit = fit.machine.chip.hbm_bytes_per_device
+        cells = [str(fit.machine), f'{fit.machine.num_devices:,}', fit.verdict]
+        cells += [f'{fit.peak / GIB:.1f}', f'{limit / GIB:.2f}', str(fit.num_microbatches)]
+        table.add_row(*cells, flops_str(fit.flops), style='red' if fit.verdict == 'no' else None)
+    return table
+
+
+def counted_answer(fit: CountedFit) -> Answer:
+    """Returns the figures of one machine for a model that is counted; see `fit_answer`."""
+    return Answer(
+        function='train_step',
+        machine=str(fit.machine),
+        num_devices=fit.machine.num_devices,
+        chip=fit.machine.chip.name,
+        mesh=None,
+        compiler='by formula',
+        fits={'yes': True, 'no': False}.get(fit.verdict),
+        peak=round(fit.peak),
+        limit=fit.machine.chip.hbm_bytes_per_device,
+        problem='' if fit.verdict != 'close' else 'close: the error of the formula decides',
+        details={'layout': None, 'tokens_per_second': None, 'flops': fit.flops},
+    )
+
+
 def fits_table(fits: Sequence[Fit], work: Workload) -> Table:
     """Returns a table with a row for each machine."""
     table = Table(box=None, pad_edge=False, header_style='bold')
@@ -122,7 +169,8 @@ def _cells(fit: Fit, work: Workload) -> list[str]:
         return [*start, 'no', '', '', fit.problem, '', '', '', '']
     memory, time = fit.forecast.memory, fit.forecast.time
     limit = '?' if memory.limit is None else f'{memory.limit / GIB:.2f}'
-    shown = [*start, 'yes' if fit.fits else 'no', f'{memory.peak / GIB:.2f}', limit]
+    verdict = 'close' if fit.forecast.is_close else 'yes' if fit.fits else 'no'
+    shown = [*start, verdict, f'{memory.peak / GIB:.2f}', limit]
     shown.append(str(fit.candidate))
     if time is None or not fit.fits:
         return [*shown, '', '', '', '']

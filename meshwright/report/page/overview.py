@@ -77,6 +77,8 @@ def verdict(forecast: Forecast) -> Html:
     """Returns whether a forecast fits, as a word with a sign."""
     sign, kind = {True: ('✓', 'yes'), False: ('✕', 'no'), None: ('?', 'unknown')}[forecast.fits]
     words = f' {verdict_words(forecast.fits)}'
+    if forecast.is_close:
+        sign, kind, words = '?', 'unknown', ' close to the limit'
     return tag('span', tag('span', sign, aria_hidden='true'), words, class_=f'verdict {kind}')
 
 

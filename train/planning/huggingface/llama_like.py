@@ -10,7 +10,6 @@ from train.checkpoints.huggingface.decoders import (
     read_qwen3,
     read_windows,
 )
-from train.errors import ConfigError
 from train.models.experts import ExpertsConfig
 
 
@@ -133,14 +132,6 @@ def read_gpt_oss(c: ConfigJson) -> Settings:
     windows = read_windows(c, c.values.get('sliding_window', 128), lambda i: i % 2 == 0)
     biases = ('qkv', 'out') if c.get('attention_bias', True) else ()
     return _read_silu(c) | windows | experts | {'biases': biases}
-
-
-def read_qwen2_moe(c: ConfigJson) -> Settings:
-    """Qwen 2 with experts, which also has an expert that all tokens share."""
-    raise ConfigError(
-        f'{c.where}: a qwen2_moe has an expert that all tokens share, which the model here does '
-        'not: use a mixtral or a qwen3_moe'
-    )
 
 
 def _experts(

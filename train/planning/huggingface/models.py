@@ -34,6 +34,7 @@ from train.models.parameters import Parameter, list_parameters
 from train.models.t5 import T5
 from train.paths import as_path
 from train.planning.huggingface import gpt_like as gpt, llama_like as llama
+from train.planning.huggingface.counted import COUNTED
 from train.planning.huggingface.hub import is_hub_name, read_config_of_hub
 
 # Kinds of scaling of rotary positions that our models have.
@@ -124,7 +125,6 @@ SIMILAR = {
     'phi': Similar(gpt.read_phi, (PARALLEL, SHARED_NORM, NO_OUTPUT_BIAS), rotary_part=0.5),
     'phi3': Similar(llama.read_phi3),
     'qwen2_5_vl': Similar(read_qwen2, (NO_IMAGES,)),
-    'qwen2_moe': Similar(llama.read_qwen2_moe),
     'qwen2_vl': Similar(read_qwen2, (NO_IMAGES,)),
     'qwen3_moe': Similar(llama.read_qwen3_moe),
     'qwen3_vl': Similar(read_qwen3, (NO_IMAGES,)),
@@ -167,19 +167,30 @@ class FoundModel:
 
 
 def find_model(path: str, **settings: Any) -> FoundModel:
-    """Reads a `config.json`.
+    """Reads a `config.json`; see `find_config_json`.
 
     Args:
-      path: the file, or the folder that has it; or the name of a model on the hub.
       **settings: settings of our model that the file does not have, such as `dtype`.
 
     Raises:
       ConfigError: if the file cannot be read, or if our models have no such architecture.
     """
+    return read_model(find_config_json(path), **settings)
+
+
+def find_config_json(path: str) -> ConfigJson:
+    """Reads the settings of a model, without those of its images.
+
+    Args:
+      path: the file, or the folder that has it; or the name of a model on the hub.
+
+    Raises:
+      ConfigError: if the file cannot be read.
+    """
     file = as_path('CONFIG', path)
     if not file.exists() and is_hub_name(path):
-        return read_model(read_config_of_hub(path), **settings)
-    return read_model(read_config_file(file / FILE if file.is_dir() else file), **settings)
+        return read_config_of_hub(path)
+    return read_config_file(file / FILE if file.is_dir() else file)
 
 
 def read_model(config: ConfigJson, **settings: Any) -> FoundModel:
@@ -209,11 +220,11 @@ def _find_kind(config: ConfigJson) -> str:
     names = [kind, kind.removesuffix('_text')] if isinstance(kind, str) else []
     if found := next((name for name in names if name in ARCHITECTURES or name in SIMILAR), None):
         return found
-    known = sorted((*ARCHITECTURES, *SIMILAR))
+    known = sorted({*ARCHITECTURES, *SIMILAR, *COUNTED})
     raise ConfigError(
         f'{config.where}: model_type is {kind!r}, which is not known.{nearest(str(kind), known)} '
-        f'The known ones are {", ".join(known)}; write one of them into a copy of the file, if its '
-        'layers have the same matrices'
+        f'The known ones are {", ".join(known)}. For any other model, run your own training code '
+        'as it is: `meshwright dry TOPOLOGY -- python train.py`'
     )
 
 
@@ -265,15 +276,26 @@ def choose_rows(
     Raises:
       ConfigError: if no whole number of rows makes the batch, or if the model cannot read the rows.
     """
+    config = model.config
+    if isinstance(config, TransformerConfig) and 0 < config.max_positions < (sequence_length or 0):
+        raise ConfigError(
+            f'--sequence_length={sequence_length}, but the {model.kind} has '
+            f'{config.max_positions} positions: use {config.max_positions} or less'
+        )
+    return divide_rows(batch_tokens, sequence_length, model.max_length)
+
+
+def divide_rows(
+    batch_tokens: int, sequence_length: int | None, max_length: int | None
+) -> dict[str, int]:
+    """Returns 'batch_size' and 'sequence_length'; see `choose_rows`.
+
+    Args:
+      max_length: the longest row that the model was made for, or None.
+    """
     if sequence_length is not None:
         check_counts(**{'--sequence_length': sequence_length})
-    length = sequence_length or min(model.max_length or _MOST_TOKENS, _MOST_TOKENS)
-    config = model.config
-    if isinstance(config, TransformerConfig) and 0 < config.max_positions < length:
-        raise ConfigError(
-            f'--sequence_length={length}, but the {model.kind} has {config.max_positions} '
-            f'positions: use {config.max_positions} or less'
-        )
+    length = sequence_length or min(max_length or _MOST_TOKENS, _MOST_TOKENS)
     if batch_tokens % length:
         rows = max(1, round(batch_tokens / length))
         raise ConfigError(
