@@ -47,7 +47,10 @@ def on_config(config):
 
 
 def on_files(files, config):
-    """Adds the pages and pictures that are outside of docs/."""
+    """Adds the pages and pictures that are outside of docs/, and the measurements to the menu."""
+    for entry in config.nav[0]['Start']:
+        if isinstance(entry, dict) and 'Measurements' in entry:
+            entry['Measurements'] = sorted(uri for uri in PAGES if uri.startswith('measurements/'))
     for uri, path in (PAGES | PICTURES).items():
         source = ROOT / path
         if path.endswith('.ipynb'):
