@@ -177,16 +177,23 @@ def test_the_machines_that_a_model_fits_into(forecast, tmp_path):
         (['.', '--topology=v5q:4x4'], ["unknown topology 'v5q:4x4'"]),
         (['.', '--topology=v5e:4x4', '--batch_tokens=-4M'], ["'-4M'", '512K']),
         (['.'], ['required: --topology']),
-        (['unknown.json', '--topology=v5e:4x4'], ["'mamba'", 'llama', 'The known ones are']),
+        (['unknown.json', '--topology=v5e:4x4'], ["'rwkv'", 'llama', 'The known ones are']),
     ],
 )
 def test_errors_of_fits_are_one_line(forecast, tmp_path, arguments, words):
     (tmp_path / 'config.json').write_text(json.dumps(SMALL))
-    (tmp_path / 'unknown.json').write_text('{"model_type": "mamba"}')
+    (tmp_path / 'unknown.json').write_text('{"model_type": "rwkv"}')
     status, out, err = forecast(*arguments, command='fits')
     assert (status, out) == (2, '')
     assert err.startswith('error: ') and err.count('\n') == 1
     assert not [word for word in words if word not in err]
+
+
+@pytest.mark.parametrize('price', ['0', '-1.5', 'nan', 'inf'])
+def test_a_price_is_above_0(forecast, price):
+    status, out, err = forecast('pretrain', '--topology=v5e:4x4', f'--price={price}')
+    assert (status, out) == (2, '')
+    assert err.startswith('error: --price=') and 'above 0' in err and err.count('\n') == 1
 
 
 # --golden: what it writes, what it compares, and its exit status.
