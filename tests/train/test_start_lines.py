@@ -1,11 +1,14 @@
-"""What a run does not show: replication that does not matter, and points that are not curves."""
+"""What runs show and do not show: replication, points that are not curves, and long work."""
 
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 from etils import epath
 
 from partitioning import PjitPartitioner
+from train.models.decoding import generate
+from train.models.transformer import Transformer, TransformerConfig
 from train.reporting.reports import describe_audit
 from train.reporting.writers import TensorBoardWriter
 
@@ -29,3 +32,19 @@ def test_tensorboard_gets_curves_only(tmp_path):
     writer.write(1, {'train/loss': 2.0, **start})
     writer.write(2, start)
     assert written == [(1, {'train/loss': 2.0})]
+
+
+def test_the_host_is_told_how_many_tokens_there_are():
+    sizes = {'num_layers': 1, 'embed_dim': 16, 'num_heads': 2, 'num_kv_heads': 2, 'head_dim': 8}
+    model = Transformer(TransformerConfig(vocab_size=64, mlp_dim=16, **sizes))
+    prompts, lengths, told = jnp.ones((2, 3), jnp.int32), jnp.array([3, 2]), []
+    params = model.init(jax.random.key(0), prompts)['params']
+
+    def tokens(**settings):
+        key = jax.random.key(1)
+        return generate(model, params, prompts, lengths, key, new_tokens=130, **settings)[0]
+
+    shown = jax.jit(lambda: tokens(on_tokens=lambda number: told.append(int(number))))()
+    jax.effects_barrier()
+    assert told == [0, 64, 128]
+    assert (shown == jax.jit(tokens)()).all()
