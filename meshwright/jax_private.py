@@ -12,6 +12,7 @@ A jitted function goes through three places of jax. A program that the user has 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import importlib.util
@@ -20,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import (
     ad_util,
     array,
@@ -553,6 +555,48 @@ def with_params(equation: Any, change: Callable[[Any], Any]) -> Any:
     mesh = equation.ctx.cur_abstract_mesh
     context = equation.ctx if mesh.empty else _ContextOnMesh(equation.ctx, change(mesh))
     return equation.replace(params=params, ctx=context)
+
+
+def on_mesh(
+    jaxpr: Any, change: Callable[[Any], Any], change_parameter: Callable[[Any], Any]
+) -> Any:
+    """The same trace, a Jaxpr or a ClosedJaxpr, whose values have other shardings.
+
+    Args:
+      change: makes the sharding of a value of the sharding that it has.
+      change_parameter: makes a parameter of an equation, or a mesh.
+    """
+    if hasattr(jaxpr, 'jaxpr'):
+        return jaxpr.replace(jaxpr=on_mesh(jaxpr.jaxpr, change, change_parameter))
+    copies: dict[Any, Any] = {}
+
+    def variables(found: Sequence[Any]) -> list[Any]:
+        return [literal(v) if isinstance(v, core.Literal) else variable(v) for v in found]
+
+    def moved(aval: Any) -> Any:
+        sharding = getattr(aval, 'sharding', None)
+        known = isinstance(sharding, NamedSharding)
+        return aval.update(sharding=change(sharding)) if known else aval
+
+    def literal(v: Any) -> Any:
+        # A constant remembers the mesh of its first use. A copy does not.
+        value = v.val.copy() if isinstance(v.val, np.ndarray) else v.val
+        return core.Literal(value, moved(v.aval))
+
+    def variable(v: Any) -> Any:
+        if v not in copies:
+            copies[v] = copy.copy(v)
+            copies[v].aval = moved(v.aval)
+        return copies[v]
+
+    inputs = {name: variables(getattr(jaxpr, name)) for name in ('constvars', 'invars')}
+    equations = [
+        with_params(e, change_parameter).replace(
+            invars=variables(e.invars), outvars=variables(e.outvars)
+        )
+        for e in jaxpr.eqns
+    ]
+    return jaxpr.replace(**inputs, eqns=equations, outvars=variables(jaxpr.outvars))
 
 
 def trace_again(

@@ -82,8 +82,21 @@ class Move:
         if equation.primitive.name != 'shard_map':
             return jax_private.with_params(equation, self.value)
         check_sizes(equation, self.mesh)
-        parts = equation.params['jaxpr']  # of the same sizes there
-        return jax_private.with_params(equation, lambda x: x if x is parts else self.value(x))
+        parts = equation.params['jaxpr']
+        moved = self._parts(parts)
+        return jax_private.with_params(equation, lambda x: moved if x is parts else self.value(x))
+
+    def _parts(self, jaxpr: Any) -> Any:
+        """A trace inside `shard_map`, whose parts have the same shapes on the mesh.
+
+        It is not traced again: its values vary over axes of the mesh, which only its
+        equations know.
+        """
+
+        def value(x: Any) -> Any:
+            return self._parts(x) if hasattr(x, 'eqns') else self.value(x)
+
+        return jax_private.on_mesh(jaxpr, self.sharding, value)
 
     def _struct(self, aval: Any) -> Any:
         if not hasattr(aval, 'dtype'):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from described_machines import needs_cuda_plugin, needs_libtpu
 from forecast_programs import BATCH, HIDDEN, PRODUCT, ROWS, WIDTH, partitioned
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from meshwright import forecast, forecast_table
 from partitioning import MeshConfig, PjitPartitioner
@@ -101,3 +102,31 @@ def test_changes_are_compiled_with_the_options_of_the_forecast(program, monkeypa
     made = forecast(step, state, batch, 3, **there)
     assert any(change.fits and change.peak_from == 'compiler' for change in made.changes)
     assert len(given) > 1 and all(one == options for one in given)
+
+
+@needs_libtpu
+def test_a_step_within_shard_map():
+    """Its parts have products, constants, and a loop; each device sends all of `w` but an eighth.
+
+    A sum over 8 devices reduces 7/8 of an array in the one direction, and gathers 7/8 of it.
+    """
+    mesh = jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(w, x):
+        def layer(h, shift):
+            return jax.nn.gelu(h @ w) / 3 + shift * (jax.lax.axis_index('data') == 0), None
+
+        return jnp.mean((jax.lax.scan(layer, x, jnp.arange(2.0))[0] @ w) ** 2)
+
+    def part(w, x):
+        return jax.lax.pmean(jax.grad(loss)(w, x), 'data')
+
+    specs = {'in_specs': (P(), P('data')), 'out_specs': P(), 'check_vma': False}
+    step = jax.jit(jax.shard_map(part, mesh=mesh, **specs))
+    w = jax.ShapeDtypeStruct((256, 256), 'float32', sharding=NamedSharding(mesh, P()))
+    x = jax.ShapeDtypeStruct((64, 256), 'float32', sharding=NamedSharding(mesh, P('data')))
+    made = forecast(step, w, x, topology='v5e:2x4')
+    assert made.memory.arguments == 4 * (256 * 256 + 8 * 256)
+    assert [(c.kind, c.axes, c.wire_bytes) for c, _ in made.collectives] == [
+        ('all-reduce', ('data',), 2 * 7 / 8 * 4 * 256 * 256)
+    ]
