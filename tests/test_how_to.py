@@ -127,8 +127,11 @@ def test_a_program_chooses_a_machine(monkeypatch):
     run_block(described, {})
     assert len(program.code.split('\n\n\n')[1].splitlines()) <= LINES
     done: dict = {}
+    run_process = subprocess.run
 
     def run(command, **how):
+        if command[0] == 'git':  # a forecast names its commit
+            return run_process(command, **how)
         assert how == {'capture_output': True, 'text': True} and command[1:3] == ['-m', 'train.cli']
         if tuple(command) not in done:
             out, err = io.StringIO(), io.StringIO()

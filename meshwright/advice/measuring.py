@@ -10,7 +10,6 @@ from meshwright.program.collectives import Collective
 from meshwright.program.costs import ProgramCosts
 
 _LESS, MORE = 0.995, 1.01  # a change lowers a figure to this share, and raises others to this one
-_PART, _MOST = 0.1, 0.05  # what may be raised instead: a part of the saving, and the most of it
 
 Key = tuple[str, tuple[str, ...], tuple[str, ...], str]
 
@@ -32,17 +31,12 @@ class Measured:
     exchanges: Mapping[Key, float]
 
     def is_better(self, before: Measured) -> bool:
-        """Whether it lowers a figure of another one, and raises none by much.
-
-        That is 1%, or a tenth of the largest saving, but at most 5%.
-        """
+        """Whether it lowers a figure of another one, and raises none by more than 1%."""
         pairs = [(self.sent, before.sent), (self.peak, before.peak)]
         if self.seconds is not None and before.seconds is not None:
             pairs.append((self.seconds, before.seconds))
         lower = any(after < _LESS * figure for after, figure in pairs)
-        saved = max(((figure - after) / figure for after, figure in pairs if figure), default=0.0)
-        most = max(MORE, 1 + min(_PART * saved, _MOST))
-        return lower and all(after <= most * figure for after, figure in pairs)
+        return lower and all(after <= MORE * figure for after, figure in pairs)
 
     def gone(self, before: Measured) -> frozenset[Key]:
         """The exchanges of another one that are gone, and not only there with other arrays."""

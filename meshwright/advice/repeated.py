@@ -196,7 +196,7 @@ class _Search:
         if len(others) != 1:
             return None
         (value,) = others
-        while (made := self.makers.get(id(value))) is not None and made.name in MOVES:
+        while (made := self.makers.get(id(value))) is not None and _is_multiple(made):
             value = made.inputs[0]
         if made is None or made.name not in _SUMS | _SCATTERS:
             return None
@@ -266,6 +266,14 @@ class _Search:
 
 def _line(step: Step) -> str:
     return user_line(step.place.lines) or step.place.source
+
+
+def _is_multiple(step: Step) -> bool:
+    """Whether a result is its first operand, moved or times a number, as in a mean over devices."""
+    others = step.inputs[1:]
+    return step.name in MOVES or (
+        step.name in ('mul', 'div') and not any(one.shape for one in others)
+    )
 
 
 def _of_constants(loop: Step) -> Iterator[Step]:

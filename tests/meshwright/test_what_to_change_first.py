@@ -96,12 +96,12 @@ def sharded_step(fault):
 
         def body(total, x):
             g = jax.grad(loss)(varying, x)
-            return total + (jax.lax.psum(g, 'data') if fault else g), None
+            return total + (jax.lax.pmean(g, 'data') if fault else g), None
 
         zeros = jnp.zeros_like(w)
         zeros = zeros if fault else jax.lax.pcast(zeros, 'data', to='varying')
         total, _ = jax.lax.scan(body, zeros, x)
-        return w - (total if fault else jax.lax.psum(total, 'data'))
+        return w - (total if fault else jax.lax.pmean(total, 'data'))
 
     def make(body, rows):
         specs = P(), P(*rows)
@@ -119,7 +119,7 @@ def test_sums_that_are_repeated(kind):
     healthy = forecast(*_flat(sharded_step(False)[kind]))
     cause = next(cause for _, cause in made.collectives if cause and cause.change)
     assert cause.avoidable and cause.effect.sent == (sent(made), pytest.approx(sent(healthy)))
-    lines = {0: 'pmean', 1: 'total + '}
+    lines = {0: 'w - (jax.lax.pmean(g', 1: 'total + '}
     assert cause.source.endswith(line_of(sharded_step, lines[kind]))
     assert not list_suggestions(healthy)
 

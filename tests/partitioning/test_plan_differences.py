@@ -111,7 +111,7 @@ def files(tmp_path):
 
 def test_the_command_shows_a_plan(files, capsys):
     """It shows the spec, bytes and reasons of each array."""
-    assert main([str(files / 'a.json')]) == 0
+    assert main([str(files / 'a.json'), '--all']) == 0
     out, err = capsys.readouterr()
     assert out == f'{PLAN}\n' and not err
     (line,) = (line for line in out.splitlines() if line.startswith('fc2/kernel'))

@@ -80,8 +80,9 @@ def test_the_time_of_products_of_groups_of_rows():
     sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
     made = forecast(step, *arrays, sizes, topology='v5e:2x2', explain=False)
     (products,) = (part for part in made.time.parts if part.name == 'matrix products')
-    on_each_device = 2 * rows * width**2 / 4  # the FLOPs
-    assert products.seconds == pytest.approx(on_each_device / 197e12, rel=0.25)
+    computing = 2 * rows * width**2 / 4 / 197e12  # the FLOPs of a device at the peak
+    moving = 2 * (2 * rows * width / 4 + groups * width**2) / 819e9  # operands and result, bfloat16
+    assert computing <= products.seconds <= computing + moving
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """A local server that speaks the protocol of S3, and its buckets."""
 
 import contextlib
+import functools
 import importlib.util
 import logging
 
@@ -33,15 +34,21 @@ class Bucket:
         self.client.delete_object(Bucket=self.name, Key=key)
 
 
-@contextlib.contextmanager
-def s3_server():
-    """Starts a server, and yields the variables of the environment that lead to it."""
+@functools.cache
+def _start():
+    """Starts the server of this process. File systems of s3fs remember its address."""
     from moto.server import ThreadedMotoServer
 
     logging.getLogger('werkzeug').setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address='127.0.0.1', port=0, verbose=False)
     server.start()
-    host, port = server.get_host_and_port()
+    return server
+
+
+@contextlib.contextmanager
+def s3_server():
+    """Starts a server, and yields the variables of the environment that lead to it."""
+    host, port = _start().get_host_and_port()
     variables = {
         'AWS_ENDPOINT_URL': f'http://{host}:{port}',
         'AWS_ACCESS_KEY_ID': 'name',
@@ -52,4 +59,3 @@ def s3_server():
         for name, value in variables.items():
             patch.setenv(name, value)
         yield variables
-    server.stop()

@@ -1,5 +1,6 @@
 """Generation: with a cache on several meshes, and without one for other models."""
 
+import contextlib
 from types import SimpleNamespace
 
 import flax.linen as nn
@@ -148,7 +149,12 @@ def test_samples_continue_all_prompts_in_one_batch():
         config=SimpleNamespace(objective=NextToken(model=NextByte()), partitioner=pjit, seed=0),
         data=SimpleNamespace(tokenizer=ByteTokenizer()),
         plan=plan,
-        console=SimpleNamespace(heading=print, sample=shown.__setitem__),
+        console=SimpleNamespace(
+            heading=print,
+            is_terminal=False,
+            sample=shown.__setitem__,
+            counting=lambda title, total: contextlib.nullcontext(lambda done: None),
+        ),
         compiler_options=None,
     )
     samples.prepare(run, 'samples').run(plan.init(KEY), 0)
