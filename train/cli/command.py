@@ -269,7 +269,7 @@ def explain(error: Exception) -> str | None:
     # gin appends lines that name the configurable it was calling.
     text, _, called = str(error).partition("\n  In call to configurable '")
     message, called = ' '.join(text.split()), called.partition("'")[0]
-    explains_itself = error.__dict__.get('explains_itself', False)
+    explains_itself = getattr(error, 'explains_itself', False)  # gin's copy has no such entry
     if explains_itself or any(raised_in.is_relative_to(root / p) for p in _PACKAGES):
         from train.gin.parsing import find_place
 
