@@ -51,11 +51,16 @@ MODEL = {
 }
 
 
+def run_as_user(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a command without the environment of this checkout."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ('PYTHONPATH', 'VIRTUAL_ENV')}
+    return subprocess.run(command, cwd=folder, env=inherited, capture_output=True, text=True)
+
+
 def run(what: str, command: list[str], folder: Path) -> None:
     """Runs a command, and prints how long it took; ends the check if it fails."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ('PYTHONPATH', 'VIRTUAL_ENV')}
     started = time.perf_counter()
-    done = subprocess.run(command, cwd=folder, env=inherited, capture_output=True, text=True)
+    done = run_as_user(command, folder)
     print(f'{time.perf_counter() - started:6.1f} s  {what}', flush=True)
     if done.returncode:
         sys.exit(f'exit status {done.returncode}\n{done.stdout}{done.stderr}')
@@ -63,8 +68,7 @@ def run(what: str, command: list[str], folder: Path) -> None:
 
 def refuse(command: list[str], folder: Path) -> None:
     """Runs a command that needs an extra; ends the check if it does not say so in one line."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ('PYTHONPATH', 'VIRTUAL_ENV')}
-    done = subprocess.run(command, cwd=folder, env=inherited, capture_output=True, text=True)
+    done = run_as_user(command, folder)
     lines = [x for x in done.stderr.splitlines() if x.startswith('error: ')]
     told = len(lines) == 1 and "pip install 'meshwright[train]'" in lines[0]
     if done.returncode != 2 or not told or 'Traceback' in done.stderr:

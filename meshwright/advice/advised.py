@@ -67,7 +67,7 @@ class Advised:
       sends: the bytes that a device sends in the compiled program.
       missing_rows: what is known of axes that the rows of the batch lack.
       experts: layouts of the arrays of experts that do not help by formula.
-      pins: constraints that only compiling can judge, the best first.
+      pins: changes that only compiling can judge, the best first, if it sends far more than `base`.
     """
 
     base: Estimate

@@ -15,7 +15,6 @@ from meshwright.causes.explaining import Explanation
 from meshwright.jax_private import TracedCall
 
 _EXPERTS = 2  # layouts of experts that are compiled although they do not help by formula
-_UNNEEDED = 1.5  # how often more than by formula a program sends if layouts have spread wrongly
 
 
 def compile_variants(
@@ -37,8 +36,7 @@ def compile_variants(
     kept: list[Variant] = []
     variants = advised.variants[:most]  # the others do less than those that are compiled
     variants += tuple(_of_pin(pin, advised) for pin in advised.experts[:_EXPERTS])
-    if advised.sends > _UNNEEDED * advised.base.sent:
-        variants += tuple(_of_pin(pin, advised) for pin in advised.pins)
+    variants += tuple(_of_pin(pin, advised) for pin in advised.pins)
     for number, variant in enumerate(variants):
         if number >= most and any(v.compiled and _is_mended(v.compiled, advised) for v in kept):
             break

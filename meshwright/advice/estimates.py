@@ -21,6 +21,7 @@ from partitioning.hardware import CHIPS, Chip
 _BETWEEN_SLICES = 10
 _LEAST = 0.02  # the share of the bytes or of the peak that a change has to save
 _MORE = 0.01  # the share by which it may raise the others
+_UNNEEDED = 1.5  # how often more a program sends if its layouts have spread wrongly or do not fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,10 @@ class Estimate:
     flops: float
     exchanges: dict[Sent, float]
     equations: dict[int, float]
+
+    def is_far_below(self, sends: float) -> bool:
+        """Whether a compiled program, of which a device sends these bytes, sends far more."""
+        return sends > _UNNEEDED * self.sent
 
     def is_better(self, before: Estimate) -> bool:
         """Whether it sends or holds less than another one, and not more of anything else."""

@@ -48,8 +48,7 @@ _STEPS = 9000  # the steps of all estimates together
 _FEWEST, _MOST = 6, 30  # estimates
 _LAID_OUT = 0.05  # the share of the bytes that another layout of a parameter has to save
 _SENT, _HELD = 0.98, 1.01  # the share of the bytes that a change may leave
-_UNNEEDED = 1.5  # how often more than by formula a program sends, if layouts do not fit
-_LESS, _COMPILED = 0.8, 3  # then, layouts with less of it are compiled, and how many
+_LESS, _COMPILED = 0.8, 3  # layouts that send less of what a program sends are compiled; how many
 _JOINED = 1.25  # two changes are kept together if they save this many times more
 _CHECKED = 4  # changes that are estimated together with the best one
 _KEPT = 1.1  # the weight of a change that keeps the layout of the parameters
@@ -92,9 +91,10 @@ def find_variants(
                 tried[name] = _estimate(subject, candidate, base, laid_out, chip)
         return tried[name]
 
-    experts = [] if AxisType.Explicit in mesh.axis_types else [*lay_out_experts(around)]
     # Layouts over explicit axes are part of the types: a trace cannot be edited there.
-    if base.sent and AxisType.Explicit not in mesh.axis_types:
+    is_editable = AxisType.Explicit not in mesh.axis_types
+    experts = [*lay_out_experts(around)] if is_editable else []
+    if base.sent and is_editable:
         for candidate in (*lay_out_state(around), *lay_out_updates(around), *experts):
             attempt(candidate)
         ranked = [
@@ -125,14 +125,15 @@ def find_variants(
         variants = [_with_rows(missing_rows, made, base), *rest]
     known = traced.values, subject.by_path, possible.layouts.sizes
     sends = sum(c.total_bytes for c, _ in explanation.collectives)
+    pins: tuple[Candidate, ...] = ()
+    if is_editable and base.is_far_below(sends):
+        pins = (*find_pins(around, explanation), *_other_layouts(around, base, sends, estimate))
     return Advised(
         base=base,
         variants=tuple(variants),
         missing_rows=missing_rows,
         experts=tuple(one for one in experts if tried.get(str(one.change)) is None),
-        pins=()
-        if AxisType.Explicit in mesh.axis_types
-        else (*find_pins(around, explanation), *_other_layouts(around, base, sends, estimate)),
+        pins=pins,
         subject=subject,
         rows_axes=around.rows_axes,
         told=(
@@ -156,8 +157,6 @@ def _other_layouts(
 
     Formulas see what layouts need. A compiler may send far more where they do not fit each other.
     """
-    if sends <= _UNNEEDED * base.sent or AxisType.Explicit in around.subject.mesh.axis_types:
-        return
     ranked = sorted(lay_out_parameters(around), key=lambda pair: -pair[0])
     for _, candidate in ranked[:_COMPILED]:
         with contextlib.suppress(ValueError):  # the function cannot be edited

@@ -54,18 +54,21 @@ class Move:
             return self.mesh
         return self.mesh.abstract_mesh.update(axis_types=mesh.axis_types)
 
-    def value(self, x: Any) -> Any:
-        """A parameter of an equation on the mesh."""
+    def value(self, x: Any, move_trace: Callable[[Any], Any] | None = None) -> Any:
+        """A parameter of an equation on the mesh; traces in it are traced again by default."""
         if isinstance(x, NamedSharding):
             return self.sharding(x)
         if isinstance(x, Mesh | AbstractMesh):
             return self.of_mesh(x)
         if hasattr(x, 'eqns'):
-            moved = self.jaxpr(x)
-            return moved if hasattr(x, 'jaxpr') else moved.jaxpr
-        if isinstance(x, tuple | list):
-            return type(x)(map(self.value, x)) if not hasattr(x, '_fields') else x
+            return (move_trace or self._traced_again)(x)
+        if isinstance(x, tuple | list) and not hasattr(x, '_fields'):
+            return type(x)(self.value(one, move_trace) for one in x)
         return x
+
+    def _traced_again(self, jaxpr: Any) -> Any:
+        moved = self.jaxpr(jaxpr)
+        return moved if hasattr(jaxpr, 'jaxpr') else moved.jaxpr
 
     def function(self, jaxpr: Any) -> Callable[..., list[Any]]:
         """A function that does what a trace does, a Jaxpr or a ClosedJaxpr, on the mesh."""
@@ -82,9 +85,7 @@ class Move:
         if equation.primitive.name != 'shard_map':
             return jax_private.with_params(equation, self.value)
         check_sizes(equation, self.mesh)
-        parts = equation.params['jaxpr']
-        moved = self._parts(parts)
-        return jax_private.with_params(equation, lambda x: moved if x is parts else self.value(x))
+        return jax_private.with_params(equation, self._value_inside)
 
     def _parts(self, jaxpr: Any) -> Any:
         """A trace inside `shard_map`, whose parts have the same shapes on the mesh.
@@ -92,11 +93,10 @@ class Move:
         It is not traced again: its values vary over axes of the mesh, which only its
         equations know.
         """
+        return jax_private.on_mesh(jaxpr, self.sharding, self._value_inside)
 
-        def value(x: Any) -> Any:
-            return self._parts(x) if hasattr(x, 'eqns') else self.value(x)
-
-        return jax_private.on_mesh(jaxpr, self.sharding, value)
+    def _value_inside(self, x: Any) -> Any:
+        return self.value(x, self._parts)
 
     def _struct(self, aval: Any) -> Any:
         if not hasattr(aval, 'dtype'):

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from meshwright.causes.cause import over
 from meshwright.causes.row_axes import ROW_AXES
 from meshwright.findings.forward_layouts import DENSE_PRODUCTS
-from meshwright.findings.program_facts import ProgramFacts
+from meshwright.findings.program_facts import ProgramFacts, axes_lost
 from meshwright.findings.wording import line_of
 from meshwright.jaxpr.primitives import MOVES
 from meshwright.jaxpr.values import Axes, Step, Value, ties
@@ -106,11 +106,9 @@ def _gathered(value: Value, facts: ProgramFacts) -> tuple[Step, Axes] | None:
     step = _origin(value).maker
     if step is None or step.name != 'sharding_constraint' or step.is_border:
         return None
-    given, made = step.inputs[0], step.outputs[0]
-    if given.argument not in {facts.path(i) for i in facts.weights}:
+    if step.inputs[0].argument not in {facts.path(i) for i in facts.weights}:
         return None
-    before, after = ({a for own in v.axes for a in own or ()} for v in (given, made))
-    lost = tuple(a for a in facts.sizes if a in before - after)
+    lost = tuple(a for a in facts.sizes if a in axes_lost(step))
     of_rows = lost and all(a in facts.row_axes or a in ROW_AXES for a in lost)
     return (step, lost) if of_rows else None
 

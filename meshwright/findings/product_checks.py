@@ -9,7 +9,7 @@ from meshwright.advice.uneven import uneven_constraints
 from meshwright.causes.cause import over
 from meshwright.causes.row_axes import ROW_AXES
 from meshwright.findings.forward_layouts import DENSE_PRODUCTS
-from meshwright.findings.program_facts import ProgramFacts, free_dimension
+from meshwright.findings.program_facts import ProgramFacts, axes_lost, free_dimension
 from meshwright.findings.wording import axes_str, line_of, type_str
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.values import Axes, Step, Value
@@ -87,11 +87,9 @@ def _constraint_before(value: Value, axis: str) -> Step | None:
     """The constraint that makes an operand whole along a mesh axis which divided it, if any."""
     for near in _values_before(value):
         step = near.maker
-        if step is not None and step.name == 'sharding_constraint' and not step.is_border:
-            pair = step.inputs[0], step.outputs[0]
-            before, after = ({a for own in v.axes for a in own or ()} for v in pair)
-            if axis in before - after:
-                return step
+        is_constraint = step is not None and step.name == 'sharding_constraint'
+        if step is not None and is_constraint and not step.is_border and axis in axes_lost(step):
+            return step
     return None
 
 

@@ -237,6 +237,15 @@ def _steps_in(block: Block) -> Iterator[Step]:
             yield from _steps_in(body)
 
 
+def axes_lost(constraint: Step) -> set[str]:
+    """The mesh axes that divide the operand of a constraint, and not its result."""
+    before, after = (
+        {a for own in value.axes for a in own or ()}
+        for value in (constraint.inputs[0], constraint.outputs[0])
+    )
+    return before - after
+
+
 def free_dimension(
     shape: Sequence[int], axes: Sequence[Axes], axis: str, sizes: Mapping[str, int]
 ) -> int | None:

@@ -28,6 +28,11 @@ FORMULA_ERROR = 0.1
 _DERIVED = ('fits', 'mfu')
 
 
+def is_close(peak: float, limit: float, error: float) -> bool:
+    """Whether the relative error of a peak by formula decides whether it is within a limit."""
+    return peak * (1 - error) <= limit < peak * (1 + error)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryForecast:
     """The memory of a device, in bytes.
@@ -202,7 +207,7 @@ class Forecast:
         limit, peak = self.memory.limit, self.memory.peak
         if limit is None or self.back_end != 'none':
             return False
-        return peak * (1 - FORMULA_ERROR) <= limit < peak * (1 + FORMULA_ERROR)
+        return is_close(peak, limit, FORMULA_ERROR)
 
     @property
     def mfu(self) -> float | None:

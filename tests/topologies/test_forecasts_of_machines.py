@@ -107,7 +107,7 @@ def test_changes_are_compiled_with_the_options_of_the_forecast(program, monkeypa
 
 @needs_libtpu
 def test_a_step_within_shard_map():
-    """Its parts have products, constants, and a loop; each device sends all of `w` but an eighth.
+    """Its parts have products, constants, branches and a loop.
 
     A sum over 8 devices reduces 7/8 of an array in the one direction, and gathers 7/8 of it.
     """
@@ -117,7 +117,9 @@ def test_a_step_within_shard_map():
         def layer(h, shift):
             return jax.nn.gelu(h @ w) / 3 + shift * (jax.lax.axis_index('data') == 0), None
 
-        return jnp.mean((jax.lax.scan(layer, x, jnp.arange(2.0))[0] @ w) ** 2)
+        h = jax.lax.scan(layer, x, jnp.arange(2.0))[0] @ w
+        first = jax.lax.axis_index('data') == 0
+        return jnp.mean(jax.lax.cond(first, lambda h: h * 2.0, jnp.tanh, h) ** 2)
 
     def part(w, x):
         return jax.lax.pmean(jax.grad(loss)(w, x), 'data')

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from train.cli.command import CommandParser
-from train.cli.early import check_run
+from train.cli.early import check_folder, check_run
+from train.data.text.files import find_files
 from train.errors import ConfigError
+from train.gin.parsing import Reference
 from train.processes.holding import hold_folder
 from train.processes.signals import handling
 
@@ -47,6 +49,19 @@ def test_a_corpus_too_small_to_hold_anything_out_is_no_empty_corpus(corpus):
     percent = float(text.partition('--gin.TextFiles.holdout_percent=')[2].partition(' ')[0])
     check('--gin.TEXT=texts/*.md', f'--gin.TextFiles.holdout_percent={percent}')
     check('--gin.TEXT=texts/*.md', '--gin.TrainConfig.evaluators={}')
+
+
+def test_macros_that_refer_to_each_other_have_no_value(corpus):
+    corpus(3)
+    circle = ['--gin.TEXT=%A', '--gin.A=%B', '--gin.B=%A']
+    options = CommandParser('meshwright train', '', '').read(circle)
+    assert isinstance(check_folder(options, [PRETRAIN]).find('TextFiles', 'pattern')[1], Reference)
+
+
+def test_a_large_corpus_is_not_listed(corpus):
+    corpus(35)
+    found = find_files('texts/*.md', (), '', most=4)
+    assert len(found) == 4 and {*found} < {*find_files('texts/*.md', (), '')}
 
 
 @pytest.mark.parametrize(

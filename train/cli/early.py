@@ -14,7 +14,7 @@ from typing import Any
 
 from train.cli.command import gin_settings
 from train.errors import ConfigError, describe_error
-from train.gin.parsing import Reference, Statement, read_statements
+from train.gin.parsing import Reference, Statement, follow_macros, read_statements
 from train.paths import as_folder, is_remote
 
 # More files are not looked at here, because listing them may take long.
@@ -79,12 +79,8 @@ class Settings:
         ]
         if not found:
             return '', None
-        statement = found[-1]
-        value = statement.parsed.value
-        while isinstance(value, Reference) and value.is_macro and value.name in self._macros:
-            statement = self._macros[value.name]
-            value = statement.parsed.value
-        return statement.place, value
+        statement = follow_macros(found[-1], self._macros)
+        return statement.place, statement.parsed.value
 
     def find_reference(self, configurable: str, parameter: str) -> str:
         """The last part of the name that a parameter is bound to, or '' if it is another value."""
@@ -135,13 +131,15 @@ def _check_free(place: str, folder: str) -> None:
 
 def _check_text_files(settings: Settings) -> None:
     """Checks that text files are found, and that they can be both trained and evaluated on."""
+    from train.data.text.files import HOLDOUT_PERCENT, find_files
+
     task = settings.find_reference('TrainConfig', 'task')
     if not task or settings.find_reference(task, 'source') != 'TextFiles':
         return
     place, pattern = settings.find('TextFiles', 'pattern')
     values = {name: settings.find('TextFiles', name)[1] for name in ('exclude', 'root')}
     percent_place, percent = settings.find('TextFiles', 'holdout_percent')
-    percent = 2.0 if percent is None else percent
+    percent = HOLDOUT_PERCENT if percent is None else percent
     given = (pattern, *values.values(), percent)
     if pattern is None or any(isinstance(value, Reference) for value in given):
         return
@@ -151,16 +149,15 @@ def _check_text_files(settings: Settings) -> None:
         is_remote(str(one)) for one in (pattern if isinstance(pattern, list | tuple) else [pattern])
     ):
         return
-    from train.data.text.files import find_files, is_held_out
-
+    exclude, root = values['exclude'] or (), values['root'] or ''
     try:
-        found = find_files(pattern, values['exclude'] or (), values['root'] or '')
+        found = find_files(pattern, exclude, root, most=_MOST_FILES + 1)
     except ConfigError as error:
         raise ConfigError(f'{place}: TextFiles: {error}') from error
     if len(found) > _MOST_FILES:
         return
     names = [file.name for file in found]
-    held_out = sum(is_held_out(name, percent) for name in names)
+    held_out = _count(names, percent)
     files = f'{len(names)} file{"s" if len(names) > 1 else ""}'
     if held_out == len(names):
         raise ConfigError(

@@ -12,7 +12,7 @@ from gin import config as gin_internals, config_parser
 
 from partitioning.rules import nearest
 from train.errors import ConfigError
-from train.gin.configurables import listed_names
+from train.gin.configurables import listed_names, parameters_of
 from train.gin.parsing import Statement, is_within
 from train.gin.selectors import NO_ALIASES, Aliases, Resolver, is_import, refusal
 
@@ -108,10 +108,7 @@ def _parameters_called(name: str, statements: Sequence[Statement], resolver: Res
         configurable = resolver.resolve(selector, statement)
         if configurable is None:
             continue
-        try:
-            known = inspect.signature(configurable.wrapped).parameters
-        except (TypeError, ValueError):  # It is not written in Python.
-            continue
+        known = parameters_of(configurable)
         found += [f'{selector}.{one}' for one in (name, name.lower()) if one in known][:1]
     return found
 

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -79,6 +79,14 @@ def _register(module: str, name: str) -> None:
 def _import_of(module: str) -> config_parser.ImportStatement:
     location = config_parser.Location(None, 0, None, '')
     return config_parser.ImportStatement(module, '.' in module, None, location)
+
+
+def parameters_of(configurable: Any) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a configurable; none if it is not written in Python."""
+    try:
+        return inspect.signature(configurable.wrapped).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 def listed_names() -> set[str]:

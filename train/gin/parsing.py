@@ -110,6 +110,23 @@ class Statement:
         return module == '__gin__.dynamic_registration' and self.parsed.is_from
 
 
+def follow_macros(statement: Statement, macros: Mapping[str, Statement]) -> Statement:
+    """The statement with the value of a setting that macros stand for, `%BATCH_SIZE`.
+
+    It is the last one whose macro is known, also if macros refer to each other in a circle.
+
+    Args:
+      statement: the statement that sets it.
+      macros: the statements that set macros, by their names.
+    """
+    for _ in range(len(macros) + 1):
+        value = statement.parsed.value
+        if not (isinstance(value, Reference) and value.is_macro and value.name in macros):
+            break
+        statement = macros[value.name]
+    return statement
+
+
 def read_statements(
     files: Sequence[str], bindings: Sequence[str] = (), search_paths: Sequence[str] = ()
 ) -> list[Statement]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from gin import config_parser
 
 from train.errors import ConfigError
-from train.gin.parsing import Reference, Statement
+from train.gin.configurables import parameters_of
+from train.gin.parsing import Statement, follow_macros
 from train.gin.selectors import Resolver
 
 # Words in the types of parameters that take numbers, and words of types that take texts.
@@ -40,36 +40,17 @@ def check_types(statements: Sequence[Statement], resolver: Resolver) -> None:
     for statement in last.values():
         parsed = statement.parsed
         assert isinstance(parsed, config_parser.BindingStatement)
-        source = _source(statement, macros)
-        if source is None or not isinstance(source.parsed.value, str | float):
+        source = follow_macros(statement, macros)
+        if not isinstance(source.parsed.value, str | float):
             continue
         configurable = resolver.resolve(parsed.selector, statement)
-        parameter = None if configurable is None else _parameter(configurable, parsed.arg_name)
+        parameter = parameters_of(configurable).get(parsed.arg_name) if configurable else None
         wanted = '' if parameter is None else _wanted(source.parsed.value, parameter)
         if wanted:
             raise ConfigError(
                 f'{source.place}: {parsed.selector}.{parsed.arg_name} is '
                 f'{source.parsed.value!r}: it must be {wanted}'
             )
-
-
-def _source(statement: Statement, macros: Mapping[str, Statement]) -> Statement | None:
-    """The statement with the plain value of a parameter, which may be the value of a macro."""
-    seen = 0
-    value = statement.parsed.value
-    while isinstance(value, Reference) and value.is_macro and value.name in macros:
-        statement, seen = macros[value.name], seen + 1
-        value = statement.parsed.value
-        if seen > len(macros):  # They refer to each other.
-            return None
-    return None if isinstance(value, Reference) else statement
-
-
-def _parameter(configurable: Any, name: str) -> inspect.Parameter | None:
-    try:
-        return inspect.signature(configurable.wrapped).parameters.get(name)
-    except (TypeError, ValueError):  # It is not written in Python.
-        return None
 
 
 def _wanted(value: str | float, parameter: inspect.Parameter) -> str:

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from train.errors import ConfigError
 from train.gin.checks import is_gone
+from train.gin.configurables import parameters_of
 from train.gin.parsing import Reference, Statement
 from train.gin.selectors import Resolver, is_import
 from train.t5x.modules import ALIASES
@@ -86,7 +87,7 @@ def describe(configurable: Any, parameter: str) -> tuple[str, str]:
     """What a parameter means here, and the status of its row, given gin's record of what has it."""
     if why := is_gone(configurable, parameter, ALIASES):
         return f'no effect: T5X no longer has it, and {why}', 'no effect'
-    if parameter not in inspect.signature(configurable.wrapped).parameters:
+    if parameter not in parameters_of(configurable):
         return f'no equivalent: {configurable.selector} has no such setting', 'none'
     text = find_description(configurable.wrapped, parameter)
     if text is None:

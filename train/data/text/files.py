@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import glob
 import io
+import itertools
 import os
 import sys
 import zlib
@@ -30,6 +31,8 @@ MAX_WINDOW_BYTES = 256 << 20
 # compressed file. Text is rarely compressed to a twentieth.
 MAX_DECOMPRESSED_BYTES, MAX_RATIO = 1 << 30, 100
 CHUNK_BYTES = 1 << 16
+# About this percentage of the documents of a source is held out by default.
+HOLDOUT_PERCENT = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +54,11 @@ class File:
 
 
 def find_files(
-    pattern: str | Sequence[str], exclude: str | Sequence[str], root: str
+    pattern: str | Sequence[str],
+    exclude: str | Sequence[str],
+    root: str,
+    *,
+    most: int | None = None,
 ) -> tuple[File, ...]:
     """The files that match, sorted by name.
 
@@ -59,6 +66,7 @@ def find_files(
       pattern: a glob, or a list of globs; `**` matches any number of directories.
       exclude: a file is left out if its path contains any of these strings.
       root: the directory that relative patterns start at; '' is the current directory.
+      most: the number of files after which each pattern ends, by default none.
 
     Raises:
       ConfigError: if an argument is malformed, a pattern matches no file, or a file cannot be read.
@@ -71,9 +79,10 @@ def find_files(
     for one in patterns:
         place = folder / as_path('pattern', one)
         if is_remote(place):
-            matches = list(_objects(folder, place, exclude))
+            found_there = _objects(folder, place, exclude)
         else:
-            matches = list(_local_files(folder if root else None, one, exclude))
+            found_there = _local_files(folder if root else None, one, exclude)
+        matches = list(itertools.islice(found_there, most))
         if not matches:
             excluded = f' after excluding {exclude}' if exclude else ''
             hint = '' if folder.is_dir() else ': this root is not a directory'
@@ -95,7 +104,7 @@ def is_held_out(name: str, percent: float) -> bool:
 
 
 def _local_files(root: epath.Path | None, pattern: str, exclude: Sequence[str]) -> Iterator[File]:
-    for match in glob.glob(os.path.expanduser(pattern), root_dir=root, recursive=True):
+    for match in glob.iglob(os.path.expanduser(pattern), root_dir=root, recursive=True):
         name = os.path.normpath(match)
         if root is not None and os.path.isabs(match):
             name = name.removeprefix(f'{os.path.abspath(root)}/')

@@ -20,6 +20,7 @@ import numpy as np
 from partitioning.rules import nearest
 from partitioning.untrusted_text import parse_json
 from train.data.text.files import (
+    HOLDOUT_PERCENT,
     MAX_WINDOW_BYTES,
     File,
     decompressed_limit,
@@ -88,7 +89,7 @@ class Source(abc.ABC):
         which of the others are held out.
     """
 
-    holdout_percent: float = 2.0
+    holdout_percent: float = HOLDOUT_PERCENT
 
     def __post_init__(self) -> None:
         percent = self.holdout_percent

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from meshwright.report.forecasts import is_close
 from train.checkpoints.huggingface.config_json import ConfigJson
 from train.errors import ConfigError
 from train.planning.candidates import bytes_of_parameters
@@ -98,9 +99,9 @@ def fit_counted(model: CountedModel, machine: Machine, rows: int, length: int) -
 
 def judge(peak: float, limit: float, error: float) -> str:
     """Whether a peak by formula fits: 'yes', 'no', or 'close' if its error decides."""
-    if peak * (1 + error) <= limit:
-        return 'yes'
-    return 'no' if peak * (1 - error) > limit else 'close'
+    if is_close(peak, limit, error):
+        return 'close'
+    return 'yes' if peak <= limit else 'no'
 
 
 def _peak(model: CountedModel, devices: int, num_microbatches: int, batch_tokens: int) -> float:
