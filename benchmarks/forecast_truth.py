@@ -21,7 +21,7 @@ entry "command" with its own command, as a list of what stands behind `python`, 
 folder of its code. Without `--programs`, nothing runs, and the table has what is there.
 
 A family is all rows of one model on one chip. Every row is forecast by constants that were fitted
-on all other families; there is no table of rows that were fitted. The committed constants are
+on all other families, and never by constants that were fitted on it. The committed constants are
 fitted on all rows. The output is committed as `measured_steps/forecast_truth.txt`.
 """
 

@@ -159,7 +159,7 @@ def plain_step(
 ) -> tuple[Callable[..., Any], Callable[..., Any], NamedSharding, NamedSharding]:
     """Returns the jitted step, the init function of its state, and the layouts of state and rows.
 
-    `kernel` is that of attention: 'cudnn' on GPUs.
+    `kernel` computes attention: 'cudnn' on GPUs.
     """
     mesh, tx = Mesh(devices, ('data',)), optax.adamw(1e-3)
     replicated = NamedSharding(mesh, PartitionSpec())

@@ -97,7 +97,7 @@ def _given_layouts(path: str) -> tuple[tuple[int, int], ...]:
 
 
 def _calls_in(node: ast.AST) -> Iterator[ast.Call]:
-    """The calls of a function, without those of functions inside of it."""
+    """The calls of a function, without the calls of functions inside of it."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.FunctionDef | ast.Lambda):
             if isinstance(child, ast.Call):

@@ -274,7 +274,7 @@ SOFTWARE = {
 }
 
 # All chips of a platform share a value. Matrix units of 128 x 128 are filled by more products than
-# those of 256 x 256, from which single chips differ little.
+# units of 256 x 256, from which single chips differ little.
 FREE = (
     Free('matmul_efficiency', 0.5, NARROW),
     Free('matmul_efficiency', 0.5, WIDE),

@@ -1,8 +1,8 @@
 """From a measured row of MaxText to the command that trains its program.
 
 The commands are for MaxText of August 2026, whose settings have the names of older versions or
-those of `_RENAMED`. Each setting of a row is passed on, also where it is the default, because the
-defaults have changed since.
+the names in `_RENAMED`. Each setting of a row is passed on, also where it is the default, because
+the defaults have changed since.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RUN = {
     'jax_cache_dir': '',
     'override_model_config': True,
 }
-# The file of a model for each kind of layers; its sizes are those of the row. A kind with experts
+# The file of a model for each kind of layers; it gets the sizes of the row. A kind with experts
 # can have another file.
 _FILES = {
     'llama2': 'llama2-7b',

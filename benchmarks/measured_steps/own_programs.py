@@ -2,7 +2,7 @@
 
 Each program runs in a process of its own, as `recording` describes. What is known about it is kept
 in a folder outside of the repository, the store, and programs that the store has do not run again.
-The code of the programs is fetched by whoever runs the campaign, and is no part of the repository.
+Whoever runs the campaign fetches the code of the programs. It does not belong in the repository.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Programs:
       source: the folder with the package `maxtext`, such as `maxtext/src`.
       python: the Python that has what the programs need.
       mode: 'whole' compiles as `meshwright dry` does. With 'early', the compiler is ended before it
-        generates code for TPUs, which takes most of the time; there are no estimated cycles then.
+        generates code for TPUs, which takes most of the time; the text then has no cycles.
         With 'traced', nothing is compiled.
     """
 

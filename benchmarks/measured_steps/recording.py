@@ -137,7 +137,7 @@ def _end_early(topology: str, path: Path, mode: Mode) -> None:
 
 
 def _can_be_empty(call: TracedCall) -> bool:
-    """Whether the results of a call are known without compiling it, as those of an init are."""
+    """Whether the results of a call are known without compiling it, as for an init."""
     arrays = [*call.jaxpr.in_avals, *call.jaxpr.out_avals]
     return all(isinstance(s, Sharding) for s in call.results) and all(
         not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in arrays

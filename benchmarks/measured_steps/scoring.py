@@ -84,7 +84,7 @@ def forecast_families(
     """Forecasts the rows of each family with constants that are fitted on all other families.
 
     Args:
-      others: rows that fit nothing, such as those of experts, which are forecast as well.
+      others: rows that nothing is fitted on, such as rows of experts, which are forecast as well.
     """
     _, start = fit(cases, None)
     found = []

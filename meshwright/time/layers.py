@@ -52,7 +52,7 @@ class Layers:
       width: of half of the FLOPs, the smallest size of the product is at least this. A product of
         matrices of (m, k) and (k, n) elements, on one device, has three sizes.
       kinds: the kinds of products that matter, besides products of plain matrices.
-      products: the products, those of the same sizes together; without convolutions.
+      products: the products, one entry for each set of sizes, without convolutions.
     """
 
     width: float

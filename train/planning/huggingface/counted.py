@@ -137,7 +137,7 @@ def count_model(config: ConfigJson) -> CountedModel | None:
 
 
 def _embeddings(c: ConfigJson, *, tied: bool) -> tuple[int, int]:
-    """The parameters of the embedding and the output layer, and those of the output layer."""
+    """The parameters of the embedding and the output layer together, and of the output layer."""
     one = c.need('vocab_size') * c.need('hidden_size')
     return (one if c.get('tie_word_embeddings', tied) else 2 * one), one
 

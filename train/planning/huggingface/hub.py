@@ -27,7 +27,7 @@ def is_hub_name(text: str) -> bool:
 def read_config_of_hub(name: str) -> ConfigJson:
     """Reads the settings of a model on the hub. Nothing else is loaded, and nothing is kept.
 
-    The variables HF_ENDPOINT and HF_TOKEN are those of Hugging Face's own tools.
+    HF_ENDPOINT and HF_TOKEN mean what they mean to Hugging Face's own tools.
 
     Args:
       name: the name of the model.

@@ -179,7 +179,7 @@ def find_model(path: str, **settings: Any) -> FoundModel:
 
 
 def find_config_json(path: str) -> ConfigJson:
-    """Reads the settings of a model, without those of its images.
+    """Reads the settings of a model, but not the settings of its images.
 
     Args:
       path: the file, or the folder that has it; or the name of a model on the hub.
