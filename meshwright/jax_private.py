@@ -566,8 +566,9 @@ def on_mesh(
       change: makes the sharding of a value of the sharding that it has.
       change_parameter: makes a parameter of an equation, or a mesh.
     """
-    if hasattr(jaxpr, 'jaxpr'):
-        return jaxpr.replace(jaxpr=on_mesh(jaxpr.jaxpr, change, change_parameter))
+    opened = getattr(jaxpr, 'jaxpr', jaxpr)
+    if opened is not jaxpr:  # In the newest jax, all are closed.
+        return jaxpr.replace(jaxpr=on_mesh(opened, change, change_parameter))
     copies: dict[Any, Any] = {}
 
     def variables(found: Sequence[Any]) -> list[Any]:

@@ -105,6 +105,7 @@ def test_changes_are_compiled_with_the_options_of_the_forecast(program, monkeypa
     assert len(given) > 1 and all(one == options for one in given)
 
 
+@pytest.mark.core
 @needs_libtpu
 def test_a_step_within_shard_map():
     """Its parts have products, constants, branches and a loop.
