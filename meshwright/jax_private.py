@@ -12,12 +12,13 @@ A jitted function goes through three places of jax. A program that the user has 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from jax._src import (
     dtypes,
     pjit,
     sharding_impls,
+    source_info_util,
     xla_bridge,
 )
 from jax._src.interpreters import mlir, pxla
@@ -532,6 +534,30 @@ def devices_of(computation: Any) -> tuple[Any, ...]:
 def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Does what a trace does. Equations keep their lines."""
     return core.eval_jaxpr(jaxpr, consts, *args)
+
+
+@contextlib.contextmanager
+def at_line_of(equation: Any) -> Iterator[None]:
+    """Gives what is traced inside the line and the name of an equation."""
+    source = equation.source_info
+    name_stack = source_info_util.current_name_stack() + source.name_stack
+    with source_info_util.user_context(source.traceback, name_stack=name_stack):
+        yield
+
+
+def bind(equation: Any, args: Sequence[Any], *, in_context: bool = True) -> list[Any]:
+    """Does what one equation does.
+
+    Args:
+      equation: the equation.
+      args: its operands.
+      in_context: whether to do it under the settings and on the mesh of its trace.
+    """
+    found = equation.primitive.get_bind_params(equation.params)
+    functions, params = found if isinstance(found, tuple) else ((), found)  # jax 0.9 has both
+    with at_line_of(equation), equation.ctx.manager if in_context else contextlib.nullcontext():
+        made = equation.primitive.bind(*functions, *args, **params)
+    return list(made) if equation.primitive.multiple_results else [made]
 
 
 class _ContextOnMesh:

@@ -96,6 +96,42 @@ def _given_layouts(path: str) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
+def line_of_specs(function: str) -> str:
+    """The 'file:line' where a function of the user is given to shard_map; '' if it is not clear.
+
+    Args:
+      function: the name of the function, and where Python says that it begins:
+        'attention at model.py:12'.
+    """
+    name, _, line = function.rpartition(' at ')
+    path, _, number = line.rpartition(':')
+    if not number.isdigit() or is_library(line):
+        return ''
+    if linecache.getline(path, int(number)).lstrip().startswith('@'):
+        return line
+    found = [
+        first
+        for given, first, last in _mapped_in(path)
+        if given == name or (not given and name == '<lambda>' and first <= int(number) <= last)
+    ]
+    return f'{path}:{found[0]}' if len(found) == 1 else ''
+
+
+@functools.cache
+def _mapped_in(path: str) -> tuple[tuple[str, int, int], ...]:
+    """The calls of shard_map in a file: the name of its function, if it has one, and its lines."""
+    try:
+        tree = ast.parse(''.join(linecache.getlines(path)))
+    except (SyntaxError, ValueError):
+        return ()
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args)
+    return tuple(
+        (getattr(call.args[0], 'id', ''), call.lineno, call.end_lineno or call.lineno)
+        for call in calls
+        if _name_of(call) == 'shard_map'
+    )
+
+
 def _calls_in(node: ast.AST) -> Iterator[ast.Call]:
     """The calls of a function, without the calls of functions inside of it."""
     for child in ast.iter_child_nodes(node):

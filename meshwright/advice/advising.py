@@ -259,6 +259,8 @@ def _without_changes(
     if cause is None:
         return None
     told = next((one for one in advised.told if one.is_of(collective, evidence)), None)
+    key = key_of(collective)
+    told = told or next((one for one in advised.told if key in one.gone), None)
     if told is not None:
         return told.explain(cause)
     kept = [c for c in cause.all_changes if isinstance(c, RuleChange | CodeChange)]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from meshwright.advice.advised import Advised, Variant
 from meshwright.advice.measuring import Measured
 from meshwright.advice.surroundings import REMOVED, Candidate
+from meshwright.advice.told import Told
 from meshwright.advice.variants import with_change
 from meshwright.causes.cause import ConstraintRemoval, Effect
 from meshwright.causes.explaining import Explanation
 from meshwright.jax_private import TracedCall
 
+_TOLD = 3  # changes that only the author can write and that are compiled
 _EXPERTS = 2  # layouts of experts that are compiled although they do not help by formula
 
 
@@ -45,16 +47,40 @@ def compile_variants(
             call = with_change(advised.subject, variant.change)
             after = None if call is None else measure(call)
         if after is not None and after.is_better(before):
-            effect = Effect(
-                sent=(before.sent, after.sent),
-                peak=(before.peak, after.peak),
-                seconds=None
-                if before.seconds is None or after.seconds is None
-                else (before.seconds, after.seconds),
-            )
+            effect = _effect(before, after)
             kept.append(dataclasses.replace(variant, compiled=effect, gone=after.gone(before)))
     kept.sort(key=lambda v: (v.compiled is None, -_saved(v)))
-    return dataclasses.replace(advised, variants=tuple(kept))
+    told = tuple(_compile_told(advised, before, measure))
+    return dataclasses.replace(advised, variants=tuple(kept), told=told)
+
+
+def _compile_told(
+    advised: Advised, before: Measured, measure: Callable[[TracedCall], Measured | None]
+) -> Iterator[Told]:
+    """What only the author can write, without what was compiled and does not help."""
+    texts = dict.fromkeys(one.change.text for one in advised.told if one.trial is not None)
+    compiled: dict[str, Measured | None] = {}
+    for one in advised.told:
+        text = one.change.text
+        if one.trial is not None and text in list(texts)[:_TOLD] and text not in compiled:
+            compiled[text] = None
+            with contextlib.suppress(Exception):  # as above
+                compiled[text] = measure(one.trial(advised.subject.call))
+        after = compiled.get(text)
+        if after is None:
+            yield one
+        elif after.is_better(before):
+            effect, gone = _effect(before, after), after.gone(before)
+            yield dataclasses.replace(one, effect=effect, confirmed=True, gone=gone)
+
+
+def _effect(before: Measured, after: Measured) -> Effect:
+    known = before.seconds is not None and after.seconds is not None
+    return Effect(
+        sent=(before.sent, after.sent),
+        peak=(before.peak, after.peak),
+        seconds=(before.seconds, after.seconds) if known else None,  # type: ignore[arg-type]
+    )
 
 
 def _of_pin(pin: Candidate, advised: Advised) -> Variant:

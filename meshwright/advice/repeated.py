@@ -16,11 +16,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.advice.estimates import Estimate, shape_of
+from meshwright.advice.loop_edits import EarlyStep, LaterSum, NeedlessSum, try_edits
 from meshwright.advice.told import Told
-from meshwright.causes.cause import Cause, CodeChange, Effect, over
+from meshwright.causes.cause import CodeChange, Effect, over
 from meshwright.causes.evidence import Evidence
 from meshwright.jaxpr import TracedProgram
 from meshwright.jaxpr.implied_exchanges import KINDS, exchange_axes
@@ -50,6 +51,7 @@ class Repeated(Told):
       shape: the sizes of its operand above 1, sorted.
       count: how often it is executed at least, if it is repeated as the program is compiled.
       effect: what the function sends and holds without the repetitions of its line, by formula.
+      edit: the change of the trace that tries it.
     """
 
     kinds: frozenset[str]
@@ -57,6 +59,7 @@ class Repeated(Told):
     shape: tuple[int, ...]
     count: int
     effect: Effect
+    edit: LaterSum | EarlyStep | NeedlessSum
 
     def is_of(self, collective: Collective, evidence: Evidence | None) -> bool:
         if collective.kind not in self.kinds or not {*collective.axes} <= {*self.axes}:
@@ -68,9 +71,6 @@ class Repeated(Told):
         if evidence.value is not None and shape_of(evidence.value) != self.shape:
             return False
         return self.line == (collective.source or evidence.made_at)
-
-    def explain(self, cause: Cause) -> Cause:
-        return dataclasses.replace(super().explain(cause), effect=self.effect)
 
 
 def find_repeated(
@@ -89,7 +89,7 @@ def find_repeated(
     loops = list(search.in_loops(laid_out.block, 1))
     if limit is not None and base.peak + sum(_held(one) for one in loops) > limit:
         loops = []
-    return tuple(_added_up([*loops, *search.sums(laid_out.block, 1)]))
+    return tuple(_added_up([*loops, *search.sums(laid_out.block, 1)], laid_out.axis_sizes))
 
 
 def _held(one: Repeated) -> int:
@@ -97,7 +97,7 @@ def _held(one: Repeated) -> int:
     return after - before
 
 
-def _added_up(found: Sequence[Repeated]) -> Iterator[Repeated]:
+def _added_up(found: Sequence[Repeated], sizes: Mapping[str, int]) -> Iterator[Repeated]:
     """The exchanges, each with the effect and the text for all of its line."""
     groups: dict[str, list[Repeated]] = collections.defaultdict(list)
     for one in found:
@@ -108,8 +108,10 @@ def _added_up(found: Sequence[Repeated]) -> Iterator[Repeated]:
         held = sum(map(_held, group))
         change = CodeChange(source=group[0].line, text=text.replace(_HELD, bytes_str(held)))
         effect = Effect(sent=(sends, max(sends - saved, 0.0)), peak=(peak, peak + held))
+        edits = tuple(one.edit for one in group)
+        trial = functools.partial(try_edits, edits=edits, sizes=sizes)
         for one in group:
-            yield dataclasses.replace(one, change=change, effect=effect)
+            yield dataclasses.replace(one, change=change, effect=effect, trial=trial)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,10 +137,10 @@ class _Search:
                 nbytes = one.inputs[0].shard_bytes(self.laid_out.axis_sizes)
                 if one.name in _GATHERS and nbytes >= _LEAST:
                     yield self._gather(one, step, inner)
-            for given, returned in carries(step):
+            for number, (given, returned) in enumerate(carries(step)):
                 summed = self._added(given, returned)
                 if summed is not None and given.shard_bytes(self.laid_out.axis_sizes) >= _LEAST:
-                    yield self._sum_in_loop(summed, step, inner)
+                    yield self._sum_in_loop(*summed, step, number, inner)
 
     def _gather(self, one: Step, loop: Step, times: int) -> Repeated:
         saved = self._bytes(one) * (times - times // loop.times)
@@ -155,19 +157,21 @@ class _Search:
                 'change there'
             ),
             text=(
-                f'write the {one.name} of {line} before {where}, outside of what is differentiated '
-                f'there, which holds {_HELD} in the meantime'
+                f'write the {one.name} of {line} before {where}{_outside(loop)}, which holds '
+                f'{_HELD} in the meantime'
             ),
+            edit=EarlyStep(loop.place.equation, one.place.equation),
         )
 
-    def _sum_in_loop(self, one: Step, loop: Step, times: int) -> Repeated:
+    def _sum_in_loop(self, one: Step, operand: int, loop: Step, carry: int, times: int) -> Repeated:
         sizes = self.laid_out.axis_sizes
         held = one.inputs[0].shard_bytes(sizes) - one.outputs[0].shard_bytes(sizes)
         line, around = _line(one), _line(loop)
         more = f', which holds {_HELD} more in the meantime' if held else ''
+        name = 'psum or pmean' if one.name in _SUMS else one.name
         text = (
-            f'add up without the {one.name} of {line}, and write it after the loop at {around}, '
-            f'outside of what is differentiated there{more}'
+            f'leave out the {name} over {over(exchange_axes(one))} of {line}, and write it once '
+            f'for the total after the loop at {around}{_outside(loop)}{more}'
         )
         if one.name == 'psum_invariant' and one.place.is_backward:  # jax has written it
             names = ', '.join(map(repr, exchange_axes(one)))
@@ -185,10 +189,15 @@ class _Search:
                 f'{over(exchange_axes(one))}, and adds the sum to the one before'
             ),
             text=text,
+            edit=LaterSum(loop.place.equation, carry, one.place.equation, operand),
         )
 
-    def _added(self, given: Value, returned: Value) -> Step | None:
-        """The sum over devices that an iteration adds to its carry, if that is all it does."""
+    def _added(self, given: Value, returned: Value) -> tuple[Step, int] | None:
+        """The sum over devices that an iteration adds to its carry, if that is all it does.
+
+        Returns:
+          The sum of one array, and the number of the array among those that the equation sums.
+        """
         step = self.makers.get(id(returned))
         if step is None or step.name not in ('add', 'add_any'):
             return None
@@ -201,7 +210,8 @@ class _Search:
         if made is None or made.name not in _SUMS | _SCATTERS:
             return None
         number = next(n for n, output in enumerate(made.outputs) if output is value)
-        return dataclasses.replace(made, inputs=[made.inputs[number]], outputs=[value])
+        one = dataclasses.replace(made, inputs=[made.inputs[number]], outputs=[value])
+        return one, made.params.get('number', number)
 
     def sums(self, block: Block, times: int) -> Iterator[Repeated]:
         """The sums over devices of what is a sum over them already."""
@@ -210,7 +220,7 @@ class _Search:
                 yield from self.sums(body, times * step.times)
             if step.name not in _SUMS:
                 continue
-            for value in step.inputs:
+            for number, value in enumerate(step.inputs):
                 first = self._summed_before(value, {*exchange_axes(step)})
                 if first is None or value.shard_bytes(self.laid_out.axis_sizes) < _LEAST:
                     continue
@@ -227,6 +237,7 @@ class _Search:
                         f'leave out the {step.name} over {axes} at {_line(step)}: a mean of equal '
                         'arrays is the array, and a sum multiplies it by the number of devices'
                     ),
+                    edit=NeedlessSum(step.place.equation, step.params.get('number', number)),
                 )
 
     def _summed_before(self, value: Value, axes: set[str]) -> Step | None:
@@ -249,7 +260,15 @@ class _Search:
         return RING_SHARES[KINDS[step.name]](size) * nbytes if size > 1 else 0.0
 
     def _made(
-        self, step: Step, *, saved: float, held: int, why: str, text: str, count: int = 1
+        self,
+        step: Step,
+        *,
+        saved: float,
+        held: int,
+        why: str,
+        text: str,
+        edit: LaterSum | EarlyStep | NeedlessSum,
+        count: int = 1,
     ) -> Repeated:
         peak, sends = self.base.peak, max(self.sends - saved, 0.0)
         return Repeated(
@@ -260,12 +279,19 @@ class _Search:
             count=count,
             axes=tuple(sorted(exchange_axes(step))),
             shape=shape_of(step.inputs[0]),
+            edit=edit,
             effect=Effect(sent=(self.sends, sends), peak=(peak, peak + held)),
         )
 
 
 def _line(step: Step) -> str:
     return user_line(step.place.lines) or step.place.source
+
+
+def _outside(loop: Step) -> str:
+    """Where to write what is done around a loop that is a part of a differentiated function."""
+    is_differentiated = 'jvp(' in loop.place.path or loop.place.is_backward
+    return ', outside of what is differentiated there' if is_differentiated else ''
 
 
 def _is_multiple(step: Step) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from meshwright.advice.told import Told
-from meshwright.causes.cause import Cause, CodeChange, Effect, over
+from meshwright.causes.cause import CodeChange, Effect, over
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.explaining import Explanation
 from meshwright.causes.wording import spec_text
@@ -43,9 +43,6 @@ class GatheredResult(Told):
 
     def is_of(self, collective: Collective, evidence: Evidence | None) -> bool:
         return evidence is not None and _key(evidence) in self.keys
-
-    def explain(self, cause: Cause) -> Cause:
-        return dataclasses.replace(super().explain(cause), effect=self.effect)
 
 
 def find_gathered_results(

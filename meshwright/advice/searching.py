@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -26,12 +27,14 @@ from meshwright.advice.shard_maps import find_missing_specs
 from meshwright.advice.splits import order_splits
 from meshwright.advice.state_candidates import lay_out_state
 from meshwright.advice.surroundings import REMOVED, Candidate, Surroundings
+from meshwright.advice.told import Told
 from meshwright.advice.uneven import find_uneven
 from meshwright.advice.variants import Subject, make_subject, with_change
 from meshwright.causes.cause import (
     Change,
     ConstraintChange,
     ConstraintRemoval,
+    Effect,
     LayoutChange,
     StateChange,
     join_changes,
@@ -139,12 +142,30 @@ def find_variants(
         told=(
             *find_gathered_results(call, explanation, base.peak, subject.returned),
             *find_repeated(laid_out, base, sends, chip),
-            *find_missing_specs(laid_out),
+            *_with_effects(find_missing_specs(laid_out, mesh), subject, base, sends, laid_out),
             *find_misfits(*known),
             *find_uneven(*known),
         ),
         sends=sends,
     )
+
+
+def _with_effects(
+    found: Iterable[Told], subject: Subject, base: Estimate, sends: float, laid_out: TracedProgram
+) -> Iterator[Told]:
+    """What only the author can write, with what it does by formula to the compiled program."""
+    for one in found:
+        made = None
+        with contextlib.suppress(Exception):  # an operation that cannot be traced again
+            if one.trial is not None:
+                changed = one.trial(subject.call)
+                made = estimate_call(changed, subject.mesh, laid_out.slices or None)
+        if made is None:
+            yield one
+            continue
+        after = made.sent * max(1.0, sends / base.sent) if base.sent else sends
+        peaks = base.peak, min(made.peak, base.peak)
+        yield dataclasses.replace(one, effect=Effect(sent=(sends, min(after, sends)), peak=peaks))
 
 
 def _other_layouts(

@@ -1,28 +1,156 @@
-"""Arrays that are gathered for a shard_map whose specs do not use the mesh axis of their rows.
+"""Shard_maps whose specs do not use a mesh axis, although their work could be divided along it.
 
-    shard_map(f, mesh=mesh, in_specs=(P(), P(None, 'model')), out_specs=P())(x, w)
+    attention = jax.shard_map(f, mesh=mesh, in_specs=(P('data'), P('data')), out_specs=P('data'))
+    attention(q, k)                               # (batch, heads, length, features)
 
-If the rows of x are sharded over 'data', they are gathered, and all devices along 'data' compute
-the same. Only the author can write the spec, because the trace has the shapes of the parts.
+If the heads of q and k are sharded over 'model', they are gathered, and all devices along 'model'
+compute the same. The specs can have 'model' for the heads. Only the author can write them. They are
+tried by leaving the division of the heads to the compiler, which then does the same work.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jax.lax import with_sharding_constraint
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
 from meshwright.advice.estimates import shape_of
+from meshwright.advice.rewriting import make_automatic, rewrite
 from meshwright.advice.told import Told
 from meshwright.causes.cause import CodeChange, over
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.wording import spec_text
+from meshwright.jax_private import TracedCall
 from meshwright.jaxpr import TracedProgram
-from meshwright.jaxpr.exchange_list import walk_exchanges
-from meshwright.jaxpr.values import Axes, Step
-from meshwright.jaxpr.writing_out import spec_axes
+from meshwright.jaxpr.mapped_dimensions import (
+    MappedFunction,
+    find_mapped_functions,
+    line_of_shard_map,
+    lines_of_shard_maps,
+    shard_maps_of,
+)
+from meshwright.jaxpr.values import Axes, Block, Value
 from meshwright.program.collectives import Collective
-from meshwright.user_lines import user_line
+from partitioning.rules import from_tuple, spec_str
+
+Specs = Mapping[int, tuple[Axes, ...]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WholeShardMap:
+    """A shard_map that does the same on all devices along a mesh axis, and need not.
+
+    Attributes:
+      mapped: the shard_map.
+      axis: the mesh axis.
+      given, made: the layout to write for each argument and result that has the axis, by its number
+        among all of them.
+      whole: the arguments that are gathered along the axis, as they are before that.
+    """
+
+    mapped: MappedFunction
+    axis: str
+    given: Specs
+    made: Specs
+    whole: tuple[Value, ...]
+
+    @property
+    def line(self) -> str:
+        """The 'file:line' of its specs."""
+        return self.mapped.line
+
+    def what_to_write(self) -> str:
+        """The specs, in words: "P('data', 'model') in in_specs and out_specs"."""
+        specs = {*self.given.values(), *self.made.values()}
+        inputs, outputs = self.mapped.equation.invars, self.mapped.made
+        if len(specs) == 1 and len(self.given) == len(inputs) and len(self.made) == len(outputs):
+            return f'{_spec(specs.pop())} in in_specs and out_specs'
+        parts = [
+            *_said(self.given, self.mapped.names, 'in_specs', len(inputs)),
+            *_said(self.made, (), 'out_specs', len(outputs)),
+        ]
+        return ', and '.join(parts)
+
+
+def _said(specs: Specs, names: Sequence[str], where: str, count: int) -> Iterator[str]:
+    for spec in dict.fromkeys(specs.values()):
+        numbers = [n for n, one in specs.items() if one == spec]
+        told = [names[n] if n < len(names) else f'number {n}' for n in numbers]
+        told = told if len(told) < 4 else [told[0], f'{len(told) - 1} more']
+        which = f' for {" and ".join(told)}' if count > 1 else ''
+        yield f'{_spec(spec)} in {where}{which}'
+
+
+def _spec(axes: Sequence[Axes]) -> str:
+    return spec_str(PartitionSpec(*(from_tuple(own) for own in axes)))
+
+
+def find_whole_shard_maps(
+    block: Block, sizes: Mapping[str, int], weights: frozenset[str] = frozenset()
+) -> Iterator[WholeShardMap]:
+    """Finds the shard_maps that gather an argument along an axis, and could divide it instead.
+
+    Args:
+      block: the steps of a function, whose arrays are laid out.
+      sizes: the size of each mesh axis that has several devices.
+      weights: the paths of the parameters, which FSDP gathers before they are used.
+    """
+    for mapped in find_mapped_functions(block):
+        for axis in sizes:
+            if mapped.uses(axis):
+                continue
+            for border, value in zip(mapped.given, mapped.before, strict=True):
+                lost = [d for d, own in enumerate(value.axes) if axis in (own or ())]
+                if not lost or value.argument in weights:
+                    continue
+                found = divide_shard_map(mapped, axis, border.outputs[0], lost[0], sizes)
+                if found is not None:
+                    yield found
+                    break
+
+
+def divide_shard_map(
+    mapped: MappedFunction, axis: str, part: Value, d: int, sizes: Mapping[str, int]
+) -> WholeShardMap | None:
+    """What to write so that a shard_map divides its work along a mesh axis; None if it cannot.
+
+    Args:
+      mapped: the shard_map.
+      axis: the mesh axis.
+      part: an argument or a result, as one device has it.
+      d: the dimension of the part to divide.
+      sizes: the size of each mesh axis.
+    """
+    group = mapped.independent(part, d)
+    if group is None:
+        return None
+    specs: list[dict[int, tuple[Axes, ...]]] = []
+    for borders, is_given in ((mapped.given, True), (mapped.made, False)):
+        own = dict[int, tuple[Axes, ...]]()
+        for border in borders:
+            whole, local = border.inputs[0], border.outputs[0]
+            whole, local = (whole, local) if is_given else (local, whole)
+            if (e := group.get(id(local))) is None:
+                continue
+            if local.shape[e] % sizes[axis]:
+                return None
+            own[border.params['number']] = tuple(
+                (*(axes or ()), axis) if n == e else axes or () for n, axes in enumerate(whole.axes)
+            )
+        specs.append(own)
+    if not all(specs):
+        return None
+    return WholeShardMap(mapped, axis, specs[0], specs[1], tuple(_whole(mapped, axis)))
+
+
+def _whole(mapped: MappedFunction, axis: str) -> Iterator[Value]:
+    for value in mapped.before:
+        if any(axis in (own or ()) for own in value.axes):
+            yield value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,52 +159,90 @@ class MissingSpec(Told):
 
     Attributes:
       axes: the mesh axes, sorted.
-      shape: the sizes of the array above 1, sorted.
+      shapes: for each gathered array, its sizes above 1, sorted.
     """
 
     axes: Axes
-    shape: tuple[int, ...]
+    shapes: frozenset[tuple[int, ...]]
 
     def is_of(self, collective: Collective, evidence: Evidence | None) -> bool:
-        if evidence is None or evidence.value is None or evidence.kind != 'all-gather':
+        if evidence is None or evidence.value is None or not {*evidence.axes} <= {*self.axes}:
             return False
-        return {*evidence.axes} <= {*self.axes} and shape_of(evidence.value) == self.shape
+        if evidence.kind == 'all-gather':
+            return shape_of(evidence.value) in self.shapes
+        # No exchange inside is the user's: jax sums the gradients of what has no such axis.
+        is_sum = evidence.kind in ('all-reduce', 'reduce-scatter')
+        return is_sum and self.line in lines_of_shard_maps(evidence.value.place)
 
 
-def find_missing_specs(laid_out: TracedProgram) -> tuple[MissingSpec, ...]:
-    """Finds the gathers for shard_maps whose specs do not use the mesh axes of the gather."""
-    found = (_missing(step, axes, laid_out) for step, axes, _ in walk_exchanges(laid_out))
-    return tuple(one for one in found if one is not None)
+def find_missing_specs(laid_out: TracedProgram, mesh: Mesh) -> tuple[MissingSpec, ...]:
+    """Finds the gathers for shard_maps whose specs do not use the mesh axes of the gather.
+
+    Args:
+      laid_out: the function.
+      mesh: the mesh.
+    """
+    sizes = {axis: n for axis, n in laid_out.axis_sizes.items() if n > 1}
+    groups: dict[tuple[str, str], list[WholeShardMap]] = {}
+    for one in find_whole_shard_maps(laid_out.block, sizes):
+        groups.setdefault((one.line, one.axis), []).append(one)
+    places = shard_maps_of(laid_out.block) if groups else {}
+    return tuple(
+        _missing(
+            line,
+            axis,
+            found,
+            mesh,
+            frozenset(key for key, place in places.items() if line_of_shard_map(place) == line),
+        )
+        for (line, axis), found in groups.items()
+    )
 
 
-def _missing(step: Step, axes: Axes, laid_out: TracedProgram) -> MissingSpec | None:
-    equation = step.place.equation
-    is_border = getattr(getattr(equation, 'primitive', None), 'name', '') == 'shard_map'
-    if step.name != 'all-gather' or not is_border or {*axes} & {*_used(equation.params)}:
-        return None
-    given, line = step.inputs[0], user_line(step.place.lines)
-    spec = spec_text([held or () for held in given.axes])
+def _missing(
+    line: str, axis: str, found: Sequence[WholeShardMap], mesh: Mesh, equations: frozenset[int]
+) -> MissingSpec:
+    first = found[0]
+    value, others = first.whole[0], len(first.whole) - 1
+    held = spec_text([own or () for own in value.axes])
+    more = f', and {others} more' if others else ''
     return MissingSpec(
         line=line,
-        axes=tuple(sorted(axes)),
-        shape=shape_of(given),
+        axes=(axis,),
+        shapes=frozenset(shape_of(value) for one in found for value in one.whole),
         change=CodeChange(
-            source=line,
-            text=(
-                f'write {spec} in the specs of the shard_map at {line} for the array of shape '
-                f'{given.shape}, and {over(axes)} in the specs of all arrays with its rows'
-            ),
+            source=line, text=f'in the shard_map at {line}, write {first.what_to_write()}'
         ),
         why=(
-            f'no spec of the shard_map at {line} uses {over(axes)}, so the array of shape '
-            f'{given.shape} is gathered and all devices along {over(axes)} compute the same'
+            f'no spec of the shard_map at {line} uses {over([axis])}, so it gathers {value.shape} '
+            f'as {held}{more}, and all {mesh.shape[axis]} devices along {over([axis])} compute the '
+            'same'
+        ),
+        trial=functools.partial(
+            _try_specs, axis=axis, found=tuple(found), equations=equations, mesh=mesh
         ),
     )
 
 
-def _used(params: Any) -> Iterator[str]:
-    """The mesh axes in the specs of a shard_map."""
-    for spec in (*params['in_specs'], *params['out_specs']):
-        sizes = dict(params['mesh'].shape)
-        for axes in spec_axes(spec, len(spec), sizes):
-            yield from axes or ()
+def _try_specs(
+    call: TracedCall,
+    *,
+    axis: str,
+    found: Sequence[WholeShardMap],
+    equations: frozenset[int],
+    mesh: Mesh,
+) -> TracedCall:
+    """The function whose shard_maps of a line divide their work along an axis."""
+    edits = dict.fromkeys(equations, make_automatic(axis))
+    for one in found:
+        constrain = functools.partial(_constrain, one, mesh)
+        edits[id(one.mapped.equation)] = make_automatic(axis, constrain)
+    return rewrite(call, edits)
+
+
+def _constrain(one: WholeShardMap, mesh: Mesh, array: Any, number: int, is_given: bool) -> Any:
+    layout = (one.given if is_given else one.made).get(number)
+    if layout is None:
+        return array
+    spec = PartitionSpec(*(from_tuple(own) for own in layout))
+    return with_sharding_constraint(array, NamedSharding(mesh, spec))

@@ -1,12 +1,19 @@
-"""What only the author can write in another way, such as a reshape: said in words, not tried."""
+"""What only the author can write in another way, such as a reshape: said in words.
+
+Some of it can be tried on the trace of the function, which does not become the new code, but sends
+and computes the same.
+"""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Callable
 
-from meshwright.causes.cause import Cause, CodeChange
+from meshwright.advice.measuring import Key
+from meshwright.causes.cause import Cause, CodeChange, Effect
 from meshwright.causes.evidence import Evidence
+from meshwright.jax_private import TracedCall
 from meshwright.program.collectives import Collective
 
 
@@ -19,12 +26,20 @@ class Told(abc.ABC):
       array: the array, in words; '' for the array of the exchange.
       why: why it exchanges data.
       change: what to write.
+      trial: makes the function with the change of its trace; None if that cannot be made.
+      effect: what the function sends and holds with the change; None if that is not known.
+      confirmed: whether compiling with it has shown that it helps; None if that was not tried.
+      gone: the exchanges of the compiled program that are gone with it.
     """
 
     line: str = ''
     array: str = ''
     why: str
     change: CodeChange
+    trial: Callable[[TracedCall], TracedCall] | None = None
+    effect: Effect | None = None
+    confirmed: bool | None = None
+    gone: frozenset[Key] = frozenset()
 
     @property
     def is_avoidable(self) -> bool:
@@ -46,4 +61,6 @@ class Told(abc.ABC):
             change=str(self.change),
             all_changes=(self.change,),
             avoidable=self.is_avoidable,
+            effect=self.effect,
+            confirmed=self.confirmed,
         )

@@ -15,7 +15,7 @@ from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.values import Axes, Step, Value
 from partitioning.amounts import bytes_str, bytes_strs
 from partitioning.plan.findings import Finding
-from partitioning.rules import as_tuple, describe_axes
+from partitioning.rules import describe_axes
 
 _CALLBACKS = {
     'pure_callback': 'jax.pure_callback',
@@ -50,15 +50,11 @@ def find_cut_products(facts: ProgramFacts) -> Iterator[Finding]:
             for d, dim in enumerate(factors.inputs[number]):
                 is_summed = set(dim) & factors.summed and weight.nbytes >= _LEAST
                 for axis in (weight.axes[d] or ()) if is_summed else ():
-                    if (weight.argument, axis) in seen or _is_meant(facts, other, axis):
+                    if (weight.argument, axis) in seen or is_meant(facts, other, axis):
                         continue
                     seen.add((weight.argument, axis))
-                    border = _border_before(facts, other, axis)
-                    if border is not None:
-                        if not _uses(border, axis) and line_of(border) not in lines:
-                            lines.add(line_of(border))
-                            yield _describe_border(facts, axis, border, step, number, d)
-                        continue
+                    if border_before(facts, other, axis) is not None:
+                        continue  # see `shard_map_checks`
                     constraint = _constraint_before(other, axis)
                     if constraint is not None and line_of(constraint) not in lines:
                         lines.add(line_of(constraint))
@@ -93,35 +89,10 @@ def _constraint_before(value: Value, axis: str) -> Step | None:
     return None
 
 
-def _border_before(facts: ProgramFacts, value: Value, axis: str) -> Step | None:
+def border_before(facts: ProgramFacts, value: Value, axis: str) -> Step | None:
     """The end of the shard_map whose out_specs make an operand whole along a mesh axis, if any."""
     borders = (facts.borders.get(id(near)) for near in _values_before(value))
     return next((b for b in borders if b is not None and axis in b.params['axes']), None)
-
-
-def _uses(border: Step, axis: str) -> bool:
-    """Whether the in_specs or out_specs of a shard_map have a mesh axis."""
-    params = border.place.equation.params
-    specs = (*params['in_specs'], *params['out_specs'])
-    return any(axis in as_tuple(own) for spec in specs for own in spec)
-
-
-def _describe_border(
-    facts: ProgramFacts, axis: str, border: Step, product: Step, number: int, d: int
-) -> Finding:
-    made, size, factors = border.outputs[0], facts.sizes[axis], find_factors(product)
-    summed = {*factors.inputs[number][d]}
-    e = next(e for e, dim in enumerate(factors.inputs[1 - number]) if summed & {*dim})
-    spec = [(*(own or ()), axis) if n == e else own or () for n, own in enumerate(made.axes)]
-    return Finding(
-        'warning',
-        'whole shard_map',
-        line_of(border),
-        f'the in_specs and out_specs of this shard_map have no {axis!r}, so the {size} devices '
-        f'along it compute the same {type_str(made)}, of which the product at {line_of(product)} '
-        f'uses a part on each: write {axes_str(spec)} in its out_specs, and {axis!r} for the same '
-        'dimension in its in_specs, which now gather what is sharded over it',
-    )
 
 
 def _describe_gathered(
@@ -146,7 +117,7 @@ def _in_place_of(facts: ProgramFacts, made: Value, given: Value) -> str:
     return ' in place of '.join(texts)
 
 
-def _is_meant(facts: ProgramFacts, other: Value, axis: str) -> bool:
+def is_meant(facts: ProgramFacts, other: Value, axis: str) -> bool:
     """Whether the axis shards the batch, or is, or may be, an axis of the other operand."""
     if axis in facts.row_axes or axis in ROW_AXES or axis not in facts.sizes:
         return True

@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from meshwright.calls.held import HeldArray
-from meshwright.findings import array_checks, call_checks, gathered_layers, product_checks
+from meshwright.findings import (
+    array_checks,
+    call_checks,
+    gathered_layers,
+    product_checks,
+    shard_map_checks,
+)
 from meshwright.findings.program_facts import ProgramFacts
 from meshwright.jax_private import TracedCall
 from meshwright.report.forecasts import Forecast, ForecastFinding
@@ -21,6 +27,7 @@ from partitioning.rules import MeshLike
 _CHECKS: tuple[Callable[[ProgramFacts], Iterator[Finding]], ...] = (
     array_checks.find_whole_batches,
     array_checks.find_whole_arrays,
+    shard_map_checks.find_whole_shard_maps,
     product_checks.find_cut_products,
     product_checks.find_gathered_rows,
     gathered_layers.find_gathered_layers,

@@ -129,8 +129,9 @@ class _Writer:
             rank = len(outputs[0].shape)
             outputs[0].fix(spec_axes(params['sharding'].spec, rank, self._sizes))
         if name in PAIRWISE:  # one step per pair
-            for one, other in zip(given, outputs, strict=True):
-                steps.append(Step(name, params, [one], [other], place=place))
+            for number, (one, other) in enumerate(zip(given, outputs, strict=True)):
+                about = params if len(given) == 1 else {**params, 'number': number}
+                steps.append(Step(name, about, [one], [other], place=place))
             return outputs
         jaxprs: Sequence[Any] = ()
         if name == 'scan':
@@ -158,21 +159,23 @@ class _Writer:
         inner, consts = open_jaxpr(params['jaxpr'])
         inside = self._at(place, manual)
         inputs = []
-        for value, spec, var in zip(given, params['in_specs'], inner.invars, strict=True):
+        triples = zip(given, params['in_specs'], inner.invars, strict=True)
+        for number, (value, spec, var) in enumerate(triples):
             whole, local = self._new(var.aval, value.shape), inside._new(var.aval)
             whole.fix(self._border(spec, len(whole.shape), params))
             stated = Step('sharding_constraint', {}, [value], [whole], place=place, is_border=True)
-            border = Step(TO_LOCAL, {'axes': manual}, [whole], [local], place=place, is_border=True)
+            about = {'axes': manual, 'number': number}
+            border = Step(TO_LOCAL, about, [whole], [local], place=place, is_border=True)
             steps += [stated, border]
             inputs.append(local)
         outputs = []
         results = inside._write(inner, consts, inputs, steps)
-        for local, spec, var in zip(results, params['out_specs'], equation.outvars, strict=True):
+        triples = zip(results, params['out_specs'], equation.outvars, strict=True)
+        for number, (local, spec, var) in enumerate(triples):
             whole = self._new(var.aval)
             whole.fix(self._border(spec, len(whole.shape), params))
-            steps.append(
-                Step(TO_GLOBAL, {'axes': manual}, [local], [whole], place=place, is_border=True)
-            )
+            about = {'axes': manual, 'number': number}
+            steps.append(Step(TO_GLOBAL, about, [local], [whole], place=place, is_border=True))
             outputs.append(whole)
         return outputs
 

@@ -24,6 +24,7 @@ from meshwright.report.tried import tried_text
 SUGGESTED = 3  # so many are shown
 _MUCH = 0.02  # the share of what a device sends
 _ALIKE = ('whole shard_map', 'whole batch')  # devices compute the same
+_IN_SHARD_MAP = 'in the shard_map at '  # how the changes of specs begin
 _OF_CALLS = ('changed layout', 'changed type', 'weak type', 'not donated', 'callback', 'transfer')
 _UNKNOWN = 0.25  # the share of its exchanges that a change without figures may save
 
@@ -84,8 +85,16 @@ def _is_of_arguments(cause: Cause) -> bool:
 
 
 def _of_findings(forecast: Forecast) -> Iterator[tuple[int, Suggestion]]:
+    tried = {
+        cause.source: cause
+        for _, cause in forecast.collectives
+        if cause is not None and cause.change.startswith(_IN_SHARD_MAP)
+    }
     for finding in forecast.findings:
-        yield _rank(finding), Suggestion(where=finding.where, text=finding.message)
+        text, cause = finding.message, tried.get(finding.where)
+        if cause is not None and finding.kind in _ALIKE:
+            text += f' ({tried_text(cause)})'
+        yield _rank(finding), Suggestion(where=finding.where, text=text)
 
 
 def _rank(finding: ForecastFinding) -> int:

@@ -494,7 +494,9 @@ def test_a_shard_map_whose_specs_lack_an_axis():
 
     found, made = lint_and_forecast(P('data', None, None))
     assert [f.kind for f in found] == ['whole shard_map']
-    assert "write P('data', 'model', None) in its out_specs" in found[0].message
+    wanted = "write P('data', None, 'model', None) in in_specs, and P('data', 'model', None) in out"
+    assert wanted in found[0].message
+    assert found[0].where.endswith(line_of(lint_and_forecast, 'jax.shard_map(core'))
     # All 8 heads of the 4 rows of a device, in place of 2 of them.
     attention = 2 * 4 * 8 * 32 * 32 * 16
     even = 2 * (8 * 32 * 64 * 128 + 8 * 8 * 32 * 64) / 8

@@ -1,0 +1,243 @@
+"""Edits of exchanges in loops, and of sums of what is the same on all devices.
+
+A gather of the same array in all iterations of a loop is made before it. Sums that the iterations
+add up are made once after it. The sum of equal arrays is a multiple of the array.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from meshwright.advice.rewriting import CALLS, Edit, Rewriting, axes_of, rewrite, scan
+from meshwright.jax_private import TracedCall
+from partitioning.products.flops import bodies_of, open_jaxpr
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EarlyStep:
+    """A step of a loop that can be made once before it.
+
+    Attributes:
+      loop: the equation of the loop.
+      equation: its equation.
+    """
+
+    loop: Any
+    equation: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LaterSum:
+    """A sum over devices that can be made once after a loop.
+
+    Attributes:
+      loop: the equation of the loop.
+      carry: the number of the array in the carry to which the iterations add the sum.
+      equation: the equation of the sum.
+      operand: the number of the operand and the result of the equation.
+    """
+
+    loop: Any
+    carry: int
+    equation: Any
+    operand: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NeedlessSum:
+    """A sum over devices that have the same.
+
+    Attributes:
+      equation: the equation of the sum.
+      operand: the number of the operand and the result of the equation.
+    """
+
+    equation: Any
+    operand: int
+
+
+def try_edits(
+    call: TracedCall,
+    *,
+    edits: Sequence[EarlyStep | LaterSum | NeedlessSum],
+    sizes: Mapping[str, int],
+) -> TracedCall:
+    """The function with edits.
+
+    Args:
+      call: the function.
+      edits: the edits.
+      sizes: the size of each mesh axis.
+
+    Raises:
+      ValueError: if an edit cannot be made.
+    """
+    early: dict[int, set[int]] = collections.defaultdict(set)
+    later: dict[int, list[LaterSum]] = collections.defaultdict(list)
+    needless: dict[int, set[int]] = collections.defaultdict(set)
+    found: dict[int, Edit] = {}
+    for edit in edits:
+        if isinstance(edit, EarlyStep):
+            early[id(edit.loop)].add(id(edit.equation))
+        elif isinstance(edit, LaterSum):
+            later[id(edit.loop)].append(edit)
+        else:
+            needless[id(edit.equation)].add(edit.operand)
+            _, axes = axes_of(edit.equation)
+            names = (axes,) if isinstance(axes, str) else axes
+            size = math.prod(sizes.get(axis, 1) for axis in names)
+            found[id(edit.equation)] = leave_out_sums(needless[id(edit.equation)], size)
+    for key, targets in early.items():
+        found[key] = Hoisted(frozenset(targets))
+    for key, sums in later.items():
+        if key in found:
+            raise ValueError('a loop has both')
+        found[key] = SummedLater(tuple((s.carry, s.equation, s.operand) for s in sums))
+    return rewrite(call, found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hoisted:
+    """Equations of the body of a loop that do the same in all iterations, to be done before it.
+
+    Attributes:
+      targets: the ids of the equations.
+    """
+
+    targets: frozenset[int]
+
+    def __call__(self, rewriting: Rewriting, equation: Any, args: list[Any]) -> list[Any]:
+        jaxpr, consts = open_jaxpr(equation.params['jaxpr'])
+        count = equation.params['num_consts']
+        known: list[Any] = [*args[:count], *[None] * (len(jaxpr.invars) - count)]
+        found: dict[int, Edit] = {}
+        self._find(rewriting, jaxpr, consts, [_lazy(x) for x in known], found)
+        if not self.targets <= found.keys():
+            raise ValueError('an operation in a loop does not do the same in all iterations')
+        with rewriting.also(found):
+            return list(scan(equation, args, rewriting.body(equation.params['jaxpr'])))
+
+    def _find(
+        self,
+        rewriting: Rewriting,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        found: dict[int, Edit],
+    ) -> list[Any]:
+        """Does the targets, and finds out how to make the results where all is known."""
+        values: dict[Any, Any] = {v: _lazy(c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
+        values |= dict(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Any:
+            return _lazy(atom.val) if isinstance(atom, core.Literal) else values[atom]
+
+        for equation in jaxpr.eqns:
+            given = [read(atom) for atom in equation.invars]
+            made: list[Any] = [None] * len(equation.outvars)
+            if equation.primitive.name in CALLS and bodies_of(equation):
+                inner, own = open_jaxpr(bodies_of(equation)[0])
+                made = self._find(rewriting, inner, own, given, found)
+            elif all(x is not None for x in given) and not bodies_of(equation):
+                made = _results(rewriting, equation, given)
+                if id(equation) in self.targets:
+                    done = [one() for one in made]
+                    found[id(equation)] = lambda r, e, a, done=done: done  # type: ignore[misc]
+            values.update(zip(equation.outvars, made, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+
+def _lazy(x: Any) -> Callable[[], Any] | None:
+    return None if x is None else lambda: x
+
+
+def _results(
+    rewriting: Rewriting, equation: Any, given: Sequence[Callable[[], Any]]
+) -> list[Callable[[], Any]]:
+    """The results of an equation, which is done when the first of them is asked for."""
+    done: list[Any] = []
+
+    def result(n: int) -> Any:
+        if not done:
+            done.extend(rewriting.do(equation, [one() for one in given]))
+        return done[n]
+
+    return [lambda n=n: result(n) for n in range(len(equation.outvars))]  # type: ignore[misc]
+
+
+@dataclasses.dataclass(frozen=True)
+class SummedLater:
+    """Sums over devices that the iterations of a loop add up, to be made once after it.
+
+    Attributes:
+      sums: for each sum the number of its array in the carry, the equation, and the number of the
+        operand and result of the equation.
+    """
+
+    sums: tuple[tuple[int, Any, int], ...]
+
+    def __call__(self, rewriting: Rewriting, equation: Any, args: list[Any]) -> list[Any]:
+        first = equation.params['num_consts']
+        numbers: dict[int, set[int]] = {}
+        given, added = list(args), dict[int, Any]()
+        for carry, one, n in self.sums:
+            numbers.setdefault(id(one), set()).add(n)
+            added[carry] = given[first + carry]
+            given[first + carry] = _zeros(one, n, given[first + carry])
+        edits = {key: _skipping(found) for key, found in numbers.items()}
+        with rewriting.also(edits):
+            made = list(scan(equation, given, rewriting.body(equation.params['jaxpr'])))
+        for carry, one, n in self.sums:
+            alone = one.replace(invars=[one.invars[n]], outvars=[one.outvars[n]])
+            made[carry] = added[carry] + rewriting.do(alone, [made[carry]])[0]
+        return made
+
+
+def _zeros(one: Any, n: int, before: Any) -> Any:
+    """An array to add the operands of a sum to, which differ between its devices."""
+    operand = one.invars[n].aval
+    same = operand.size == before.size
+    zeros = jax.numpy.zeros_like(before)
+    if not same:
+        zeros = jax.numpy.broadcast_to(zeros.ravel()[:1].reshape([1] * operand.ndim), operand.shape)
+    return zeros
+
+
+def _skipping(numbers: set[int]) -> Edit:
+    """An edit of a sum over devices that leaves some of its operands as they are."""
+
+    def edit(rewriting: Rewriting, equation: Any, args: list[Any]) -> list[Any]:
+        made = list(args)
+        rest = [n for n in range(len(args)) if n not in numbers]
+        if rest:
+            some = equation.replace(
+                invars=[equation.invars[n] for n in rest],
+                outvars=[equation.outvars[n] for n in rest],
+            )
+            for n, one in zip(rest, rewriting.do(some, [args[n] for n in rest]), strict=True):
+                made[n] = one
+        return made
+
+    return edit
+
+
+def leave_out_sums(numbers: set[int], size: int) -> Edit:
+    """An edit of a sum of what is the same on all devices: a multiple of it.
+
+    Args:
+      numbers: the numbers of its operands for which this is so.
+      size: the number of devices.
+    """
+
+    def edit(rewriting: Rewriting, equation: Any, args: list[Any]) -> list[Any]:
+        made = _skipping(numbers)(rewriting, equation, args)
+        return [one * size if n in numbers else one for n, one in enumerate(made)]
+
+    return edit

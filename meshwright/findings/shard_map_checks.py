@@ -1,0 +1,86 @@
+"""Checks of shard_maps: those that do the same on all devices along a mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.advice import shard_maps
+from meshwright.advice.shard_maps import WholeShardMap, divide_shard_map
+from meshwright.findings.forward_layouts import DENSE_PRODUCTS
+from meshwright.findings.product_checks import border_before, is_meant
+from meshwright.findings.program_facts import ProgramFacts
+from meshwright.findings.wording import axes_str, line_of, type_str
+from meshwright.jaxpr.factor_rules import find_factors
+from meshwright.jaxpr.mapped_dimensions import MappedFunction, find_mapped_functions
+from meshwright.jaxpr.values import Step
+from partitioning.plan.findings import Finding
+
+_LEAST = 4096  # bytes of an array
+
+
+def find_whole_shard_maps(facts: ProgramFacts) -> Iterator[Finding]:
+    """Shard_maps whose specs lack an axis that could divide their work.
+
+    Either an argument is gathered along it, or the product after the shard_map uses a part of its
+    result on each device.
+    """
+    weights = frozenset(map(facts.path, facts.weights))
+    lines = set[str]()
+    found = list(shard_maps.find_whole_shard_maps(facts.block, facts.sizes, weights))
+    for one in found:
+        if one.line not in lines and one.whole[0].nbytes >= _LEAST:
+            lines.add(one.line)
+            value = one.whole[0]
+            others = f', and {len(one.whole) - 1} more' if len(one.whole) > 1 else ''
+            why = f'gathers {type_str(value)}, laid out as {axes_str(value.axes)}{others}'
+            yield _finding(facts, one, why)
+    for mapped in find_mapped_functions(facts.block):
+        for product, axis, border, e in _products_after(facts, mapped, weights):
+            divided = divide_shard_map(mapped, axis, border.inputs[0], e, facts.sizes)
+            if divided is not None and divided.line not in lines:
+                lines.add(divided.line)
+                why = f'has a result of which the product at {line_of(product)} uses a part on each'
+                yield _finding(facts, divided, why)
+
+
+def _finding(facts: ProgramFacts, one: WholeShardMap, why: str) -> Finding:
+    mapped, size = one.mapped, facts.sizes[one.axis]
+    made = mapped.made[0].outputs[0]
+    called = f' (called at {mapped.called_at})' if mapped.called_at != one.line else ''
+    return Finding(
+        'warning',
+        'whole shard_map',
+        one.line,
+        f'no spec of this shard_map{called} has {one.axis!r}, so it {why}, and the {size} devices '
+        f'along {one.axis!r} compute the same {type_str(made)}: write {one.what_to_write()}',
+    )
+
+
+def _products_after(
+    facts: ProgramFacts, mapped: MappedFunction, weights: frozenset[str]
+) -> Iterator[tuple[Step, str, Step, int]]:
+    """The products of a result of a shard_map that sum over a sharded dimension of a parameter.
+
+    Yields:
+      The product, the mesh axis, the end of the shard_map, and the number of the dimension of its
+      result that the product sums over.
+    """
+    ends = {id(border): border for border in mapped.made}
+    for step in facts.steps if ends else ():
+        if step.name not in DENSE_PRODUCTS or step.place.is_backward:
+            continue
+        factors = find_factors(step)
+        for number, weight in enumerate(step.inputs[:2]):
+            other = step.inputs[1 - number]
+            if weight.argument not in weights or other.argument in weights:
+                continue
+            for d, dim in enumerate(factors.inputs[number]):
+                summed = {*dim} & factors.summed
+                for axis in (weight.axes[d] or ()) if summed else ():
+                    border = border_before(facts, other, axis)
+                    if border is None or id(border) not in ends:
+                        continue
+                    if mapped.uses(axis) or is_meant(facts, other, axis):
+                        continue
+                    array = factors.inputs[1 - number]
+                    yield step, axis, border, next(e for e, f in enumerate(array) if {*f} & summed)
