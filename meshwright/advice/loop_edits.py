@@ -17,7 +17,7 @@ from jax.extend import core
 
 from meshwright.advice.rewriting import CALLS, Edit, Rewriting, axes_of, rewrite, scan
 from meshwright.jax_private import TracedCall
-from partitioning.products.flops import bodies_of, open_jaxpr
+from partitioning.products.flops import bodies_of, count_scan_arguments, open_jaxpr
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -115,7 +115,7 @@ class Hoisted:
 
     def __call__(self, rewriting: Rewriting, equation: Any, args: list[Any]) -> list[Any]:
         jaxpr, consts = open_jaxpr(equation.params['jaxpr'])
-        count = equation.params['num_consts']
+        count, _ = count_scan_arguments(equation.params)
         known: list[Any] = [*args[:count], *[None] * (len(jaxpr.invars) - count)]
         found: dict[int, Edit] = {}
         self._find(rewriting, jaxpr, consts, [_lazy(x) for x in known], found)
@@ -184,7 +184,7 @@ class SummedLater:
     sums: tuple[tuple[int, Any, int], ...]
 
     def __call__(self, rewriting: Rewriting, equation: Any, args: list[Any]) -> list[Any]:
-        first = equation.params['num_consts']
+        first, _ = count_scan_arguments(equation.params)
         numbers: dict[int, set[int]] = {}
         given, added = list(args), dict[int, Any]()
         for carry, one, n in self.sums:

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshwright.jax_private import TracedCall, at_line_of, bind, trace_again
 from partitioning.hardware.jax_private import manual_axes
-from partitioning.products.flops import bodies_of, open_jaxpr
+from partitioning.products.flops import bodies_of, count_scan_arguments, open_jaxpr
 
 # Does what an equation does in another way: of the trace, the equation, and its operands.
 Edit = Callable[['Rewriting', Any, list[Any]], list[Any]]
@@ -198,7 +198,7 @@ class Rewriting:
 def scan(equation: Any, args: Sequence[Any], body: Callable[..., Sequence[Any]]) -> tuple[Any, ...]:
     """Does what a scan does with another body, which is given constants, carry and slices."""
     params = equation.params
-    consts, carry, slices = _cut(args, params['num_consts'], params['num_carry'])
+    consts, carry, slices = _cut(args, *count_scan_arguments(params))
 
     def iteration(c: Any, xs: Any) -> Any:
         made = body(*consts, *c, *xs)
