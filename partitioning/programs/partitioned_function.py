@@ -31,13 +31,16 @@ from partitioning.state.structures import (
 )
 from partitioning.tracebacks import hide_own_frames, keep_user_frames
 
+# On CPU, these versions of jaxlib crash if a donated array is used again. Elsewhere jax raises.
+_CRASHES_ON_DONATED = (0, 10) <= jax.__version_info__ < (0, 11)
+
 
 class PartitionedFunction(PjittedFnWithContext):
     """A function jitted over a mesh, as `BasePartitioner.partition` returns it.
 
-    A call costs what a call of the plain `jax.jit` of the function costs, on a mesh of any size:
-    the contexts are entered only while the function is traced, and errors are explained after they
-    are raised.
+    A call costs what a call of the plain `jax.jit` of the function costs through one function of
+    Python, on a mesh of any size: the contexts are entered only while the function is traced, and
+    errors are explained after they are raised.
 
     jax.jit accepts no keyword arguments together with in_shardings. Those that name a parameter
     with an entry in in_shardings become positional. The others are passed as one last dict, in the
@@ -60,8 +63,8 @@ class PartitionedFunction(PjittedFnWithContext):
       ValueError: if a setting does not fit the signature of the function.
     """
 
-    # Each call reads these, and a slot is faster than a dict.
-    __slots__ = ('_dispatch', '_last_watched', '_watched')
+    # Each call reads it, and a slot is faster than a dict.
+    __slots__ = ('_dispatch',)
 
     def __init__(
         self,
@@ -94,11 +97,9 @@ class PartitionedFunction(PjittedFnWithContext):
         )
         self._use(body, boundary.in_shardings, boundary.out_shardings)
         self._dispatch: Callable[..., Any] = self._first_call
-        # The donated argument that each call compares with the one of the previous call. On CPU,
-        # jaxlib 0.10 crashes if a donated array is used again. Elsewhere jax raises an error.
         on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == 'cpu'
-        self._watched = boundary.donated[0] if boundary.donated and on_cpu else None
-        self._last_watched = 0
+        self._watches = bool(boundary.donated) and on_cpu and _CRASHES_ON_DONATED
+        self._last_donated = 0
         self._compiled_ahead = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,13 +109,7 @@ class PartitionedFunction(PjittedFnWithContext):
             except Exception as error:
                 keep_user_frames(error)
                 raise
-        try:  # which costs nothing unless an exception is raised
-            watched = self._watched
-            if watched is not None and watched < len(args):
-                given = id(args[watched])
-                if given == self._last_watched:
-                    check_donation(self.boundary, args)
-                self._last_watched = given
+        try:  # costs nothing unless an exception is raised
             return self._dispatch(*args)
         except Exception as error:
             if not isinstance(error, ValueError) or not self._adopt_static_fields(args):
@@ -166,8 +161,20 @@ class PartitionedFunction(PjittedFnWithContext):
         self._check_has_devices()
         check_donation(self.boundary, args)
         check_divisible(self.boundary, args)
-        self._dispatch = self._pjitted_fn
+        self._use_for_later_calls()
         return self._dispatch(*args)
+
+    def _use_for_later_calls(self) -> None:
+        self._dispatch = self._call_watched if self._watches else self._pjitted_fn
+
+    def _call_watched(self, *args: Any) -> Any:
+        """A call that looks for deleted arrays if its state is the one that was just donated."""
+        donated = self.boundary.donated[0]
+        given = id(args[donated]) if donated < len(args) else 0
+        if given == self._last_donated:
+            check_donation(self.boundary, args)
+        self._last_donated = given
+        return self._pjitted_fn(*args)
 
     @hide_own_frames
     def _apply(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -263,7 +270,7 @@ class PartitionedFunction(PjittedFnWithContext):
                 return False
             adapted = self._in_shardings, out_shardings
         self._use(body, *adapted)
-        self._dispatch = self._pjitted_fn
+        self._use_for_later_calls()
         return True
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
