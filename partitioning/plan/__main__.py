@@ -31,6 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = Plan.load(flags.plan)
         after = None if flags.after is None else Plan.load(flags.after)
     except (OSError, ValueError) as error:
+        if isinstance(error, FileNotFoundError):
+            error = ValueError(
+                f'there is no file {error.filename or error}: write the path of a saved plan'
+            )
         print(f'error: {printable(str(error))}', file=sys.stderr)
         return 2
     if after is None:

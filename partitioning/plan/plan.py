@@ -212,7 +212,7 @@ class Plan:
         """The plan of a file, which may be in a store, as in `gs://` and `s3://`.
 
         Raises:
-          OSError: if there is no such file.
+          OSError: if there is no such file, or if it cannot be read.
           ValueError: if the file is not a plan, if its figures contradict its specs, or if the
             package for its store is not installed.
         """

@@ -43,6 +43,8 @@ def seed():
             1,
             '%SEED has no value. Add --gin.SEED=... or a line SEED = ...',
         ),
+        ('A = %B\nB = [%A]\nTrainConfig.seed = %A', 2, '%A needs %B needs %A: give one'),
+        ('TrainConfig.seed = @TrainConfig()', 1, 'TrainConfig needs @train.config.TrainConfig'),
         ('SEED = 1\nTrainConfig.seed = [%SEDE]', 2, "%SEDE has no value. Did you mean 'SEED'?"),
         ('import train.optimizer', 1, "Did you mean 'train.optimizers'?"),
         ("# a\ninclude 'nowhere.gin'", 2, 'no such gin file: nowhere.gin'),

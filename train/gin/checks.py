@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import graphlib
 import importlib
 import inspect
+import itertools
 import typing
 from collections.abc import Sequence
 from typing import Any
@@ -59,8 +61,8 @@ def check_names(
       statements, allow, aliases: as in `import_modules`.
 
     Raises:
-      ConfigError: if a configurable, parameter, macro or scope is unknown, a macro has no value, or
-        a name is not on the list of names.
+      ConfigError: if a configurable, parameter, macro or scope is unknown, a macro has no value,
+        values need each other in a circle, or a name is not on the list of names.
     """
     resolver = Resolver(statements, allow, aliases)
     used = {r.name for s in statements for r in s.references if r.is_macro}
@@ -89,7 +91,9 @@ def check_names(
         for reference in statement.parsed_references:
             if not reference.is_macro:
                 resolver.resolve(reference.selector, statement)
-    _check_macros(statements, resolver, unused={s.macro for s in statements if s.macro} - used)
+    last = _last_statements(statements, resolver)
+    _check_macros(last, unused={s.macro for s in statements if s.macro} - used)
+    _check_circles(last, resolver)
     modules = [s.parsed.module for s in statements if is_import(s)]
     foreign = any(map(aliases.provides, modules))
     _check_scopes(statements, own_code=bool(allow), known=aliases.scopes if foreign else ())
@@ -118,24 +122,62 @@ def is_gone(configurable: Any, parameter: str, aliases: Aliases) -> str | None:
     return aliases.gone.get(configurable.selector, {}).get(parameter)
 
 
-def _check_macros(statements: Sequence[Statement], resolver: Resolver, unused: set[str]) -> None:
-    """Checks that every macro in use has a value. One error names all that lack one.
+# The statements that no later one overrides, by (macro,) or by (scope, name, parameter).
+_Last = dict[tuple[str, ...], Statement]
 
-    Args:
-      statements: the statements of all files and flags.
-      resolver: finds their configurables.
-      unused: macros that no value contains. One of them may be a misspelling.
-    """
-    # What no later statement overrides, by (macro,) or by (scope, name, parameter).
-    last: dict[tuple[str, ...], Statement] = {}
+
+def _last_statements(statements: Sequence[Statement], resolver: Resolver) -> _Last:
+    last: _Last = {}
     for statement in statements:
         if statement.macro:
             last[(statement.macro,)] = statement
         elif statement.is_binding:
             parsed = statement.parsed
-            configurable = resolver.resolve(parsed.selector, statement)
-            name = configurable.selector if configurable else parsed.selector
+            name = _name(parsed.selector, statement, resolver)
             last[parsed.scope, name, parsed.arg_name] = statement
+    return last
+
+
+def _name(selector: str, statement: Statement, resolver: Resolver) -> str:
+    configurable = resolver.resolve(selector, statement)
+    return configurable.selector if configurable else selector
+
+
+def _check_circles(last: _Last, resolver: Resolver) -> None:
+    """Checks that no value needs itself: gin would call its parts until Python stops it."""
+    needs: dict[str, set[str]] = {}
+    places: dict[tuple[str, str], str] = {}
+    for key, statement in last.items():
+        node = f'%{key[0]}' if len(key) == 1 else '@' + '/'.join(filter(None, key[:2]))
+        for reference in statement.references:
+            if reference.is_macro:
+                needed = f'%{reference.name}'
+            elif reference.evaluate:
+                scope = reference.name.rpartition('/')[0]
+                name = _name(reference.selector, statement, resolver)
+                needed = '@' + '/'.join(filter(None, (scope, name)))
+            else:
+                continue
+            needs.setdefault(node, set()).add(needed)
+            places[node, needed] = statement.place
+    try:
+        graphlib.TopologicalSorter(needs).prepare()
+    except graphlib.CycleError as error:
+        circle = error.args[1][::-1]
+        lines = [places[pair] for pair in itertools.pairwise(circle)]
+        raise ConfigError(
+            f'{lines[-1]}: {" needs ".join(circle)}: give one of them another value '
+            f'(set at {", ".join(dict.fromkeys(lines))})'
+        ) from None
+
+
+def _check_macros(last: _Last, unused: set[str]) -> None:
+    """Checks that every macro in use has a value. One error names all that lack one.
+
+    Args:
+      last: what no later statement overrides.
+      unused: macros that no value contains. One of them may be a misspelling.
+    """
     missing: dict[str, Statement] = {}
     for statement in last.values():
         for reference in statement.references:

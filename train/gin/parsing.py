@@ -323,11 +323,7 @@ def find_place(message: str) -> str | None:
 
 def _value_of(statement: Statement) -> Statement:
     """The statement with the value: if it is a macro, the statement that sets the macro."""
-    value = statement.parsed.value
-    while isinstance(value, Reference) and value.is_macro and value.name in _macros:
-        statement = _macros[value.name]
-        value = statement.parsed.value
-    return statement
+    return follow_macros(statement, _macros)
 
 
 def print_note(line: str) -> None:
