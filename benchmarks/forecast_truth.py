@@ -40,6 +40,7 @@ from benchmarks.measured_steps.cases import list_cases
 from benchmarks.measured_steps.compiling import run_campaign
 from benchmarks.measured_steps.fitted_file import read_fit, write_fit
 from benchmarks.measured_steps.fitting import FREE, FREE_OF_COMPILED, SOFTWARE, Case, Fit, fit_all
+from benchmarks.measured_steps.held import forecast_held
 from benchmarks.measured_steps.own_cases import forecast_rows
 from benchmarks.measured_steps.own_programs import Programs, run_campaign as run_own
 from benchmarks.measured_steps.own_report import print_own
@@ -131,6 +132,7 @@ def print_forecasts(cases: Sequence[Case], reasons: Mapping[str, str]) -> None:
     """Prints the committed forecasts of left-out rows, and the committed constants."""
     left_out = read_left_out(cases)
     _print_table(left_out, reasons, left_out)
+    _print_held()
     _print_worst([f for f in left_out if f.case.origin == 'jaxpr'])
     _print_constants(read_fit())
 
@@ -227,6 +229,18 @@ def _print_worst(forecasts: Sequence[Forecasted]) -> None:
     print('\nThe five worst rows, and what their forecasts lack')
     for f in sorted(forecasts, key=lambda f: -abs(f.error))[:5]:
         print(f'  {f.case.name:42} {f.error:+7.1%}  {LACKS.get(f.case.name, "not known")}')
+
+
+def _print_held() -> None:
+    print('\nSteps of this project on one h100, which fit nothing, by the committed constants')
+    found = list(forecast_held())
+    for traced, compiled in zip(found[::2], found[1::2], strict=True):
+        cells = ''.join(f'{1e3 * h.time.seconds:7.1f} ms {h.error:+7.1%}' for h in (traced, compiled))
+        print(f'  {traced.name:40} {1e3 * traced.measured:6.1f} ms{cells}')
+    errors = [abs(h.error) for h in found]
+    inside = statistics.fmean(h.inside for h in found)
+    print(f'  {"mean and worst error, within":40} {statistics.fmean(errors):9.1%}', end='')
+    print(f'{max(errors):10.1%}{inside:10.0%}')
 
 
 def _print_constants(constants: Fit) -> None:

@@ -18,13 +18,13 @@ import numpy as np
 from meshwright.time.constants import ChipConstants
 from meshwright.time.layers import Layers
 from meshwright.time.loads import Loads
-from meshwright.time.step_model import busy_parts, wait_for_slices
+from meshwright.time.step_model import busy_parts, wait_for_slowest
 from partitioning.hardware import CHIPS
 
 _TYPICAL_ERROR = 0.05  # beyond it, rows count less
-_LEAST_GAIN = 0.01  # of the sum of losses; smaller steps end the fit
+_LEAST_GAIN = 0.001  # of the sum of losses; smaller steps end the fit
 # These are positive numbers; all other constants are shares or efficiencies, between 0 and 1.
-_POSITIVE = ('cycles_factor', 'network_latency', 'slice_spread')
+_POSITIVE = ('cycles_factor', 'network_latency', 'speed_spread')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +108,10 @@ class Fit:
     def unbiased(self, case: Case) -> float:
         """The forecast of a case in seconds, as users see it for a program of their own."""
         constants, busy = self.constants[case.chip], self.busy(case)
-        return busy + wait_for_slices(case.loads, constants, busy).exposed
+        return busy + wait_for_slowest(case.loads, constants, busy).exposed
 
     def busy(self, case: Case) -> float:
-        """The forecast without the bias, and without what slices wait for each other."""
+        """The forecast without the bias, and without what slices or GPUs wait for each other."""
         parts = busy_parts(case.loads, self.constants[case.chip])
         return math.fsum(part.exposed for part in parts)
 
@@ -228,6 +228,7 @@ GPUS = tuple(chip.name for chip in CHIPS.values() if chip.platform == 'gpu')
 # Matrix units of 256 x 256 are filled by fewer products than units of 128 x 128.
 WIDE = ('v6e', 'tpu7x')
 NARROW = tuple(name for name in TPUS if name not in WIDE)
+MEGACORE = ('v4', 'v5p')
 
 # 45 of 50 GB/s per link and direction, as in the scaling book; the bandwidths to the host are from
 # the same table.
@@ -236,7 +237,7 @@ _TPU = ChipConstants(
     product_traffic=0.4,
     cycles_factor=1.0,
     kernel_efficiency=0.6,
-    memory_efficiency=0.7,
+    memory_efficiency=0.9,
     link_efficiency=0.9,
     network_efficiency=0.8,
     hidden_share=0.7,
@@ -246,7 +247,7 @@ _TPU = ChipConstants(
     exchange_latency=10e-6,
     hop_latency=1e-6,
     network_latency=80e-6,
-    slice_spread=0.03,
+    speed_spread=0.02,
     error=0.3,
     compiled_error=0.3,
 )
@@ -254,13 +255,11 @@ _GPU = dataclasses.replace(
     _TPU,
     matmul_efficiency=0.75,
     kernel_efficiency=0.5,
-    memory_efficiency=0.6,
     link_efficiency=0.8,
     hidden_share=0.6,
     hidden_network_share=0.2,
     host_bandwidth=50e9,
     network_latency=5e-6,
-    slice_spread=0.0,
 )
 _WIDE = dataclasses.replace(_TPU, matmul_efficiency=0.77, host_bandwidth=32e9)
 USUAL = dict.fromkeys(NARROW, _TPU) | dict.fromkeys(WIDE, _WIDE) | dict.fromkeys(GPUS, _GPU)
@@ -274,23 +273,20 @@ SOFTWARE = {
 }
 
 # All chips of a platform share a value. Matrix units of 128 x 128 are filled by more products than
-# units of 256 x 256, from which single chips differ little.
+# units of 256 x 256, and the two cores of a device in chips with megacore share each product.
 FREE = (
     Free('matmul_efficiency', 0.5, NARROW),
     Free('matmul_efficiency', 0.5, WIDE),
-    *(Free('matmul_efficiency', 0.15, (chip,)) for chip in ('v5e', 'v5p', 'v6e', 'tpu7x')),
+    Free('matmul_efficiency', 0.15, MEGACORE),
     Free('product_traffic', 1.0, TPUS),
     Free('kernel_efficiency', 0.7, TPUS),
-    Free('memory_efficiency', 0.8, TPUS),
     Free('hidden_share', 1.0, TPUS),
     Free('hidden_network_share', 1.0, TPUS),
-    Free('host_interference', 1.0, TPUS),
     Free('network_latency', 0.7, TPUS),
-    Free('slice_spread', 0.7, TPUS),
+    Free('speed_spread', 0.7, (*TPUS, *GPUS)),
     Free('matmul_efficiency', 0.5, GPUS),
     Free('product_traffic', 1.0, GPUS),
     Free('kernel_efficiency', 0.5, GPUS),
-    Free('memory_efficiency', 0.8, GPUS),
     Free('hidden_share', 1.0, GPUS),
     Free('hidden_network_share', 1.0, GPUS),
     Free('network_latency', 0.7, GPUS),

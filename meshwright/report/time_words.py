@@ -16,7 +16,7 @@ _WORDS = {
     'other operations': 'operations besides products',
     'kernels': 'kernels',
     'copies to and from the host': 'copies to and from the host',
-    'waiting for other slices or hosts': 'waiting for the slowest slice',
+    'waiting for the slowest slice or GPU': 'waiting for the slowest slice or GPU',
 }
 _EXCHANGES = 'exchanges that nothing hides'
 _HOUR = 3600.0

@@ -61,8 +61,8 @@ class ChipConstants:
       exchange_latency: what the start of each exchange takes in addition.
       hop_latency: what each link on its way takes in addition.
       network_latency: what each phase of a ring between slices or hosts takes in addition.
-      slice_spread: by how much the time of a step varies from slice to slice, as a share. All wait
-        for the slowest slice.
+      speed_spread: by how much the time of a step varies from TPU slice to slice, or from GPU to
+        GPU, as a share. All wait for the slowest one.
       error: the relative error on measured steps that nine in ten forecasts by formula stay below.
       compiled_error: the same for forecasts of compiled programs.
     """
@@ -81,7 +81,7 @@ class ChipConstants:
     exchange_latency: float
     hop_latency: float
     network_latency: float
-    slice_spread: float
+    speed_spread: float
     error: float
     compiled_error: float
 

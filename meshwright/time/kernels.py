@@ -27,9 +27,9 @@ from partitioning.products.flops import (
     RECOMPUTED,
     bodies_of,
     count_jaxpr_flops,
-    count_runs,
     open_jaxpr,
 )
+from partitioning.products.grids import count_blocks
 
 # The matrix products of attention: two forward; backward five, two of which are recomputed scores.
 _FORWARD, _BACKWARD = 2, 5
@@ -185,8 +185,10 @@ def _work_of(step: Step, arguments: Sequence[Any]) -> KernelWork:
     name = step.name
     if name == 'pallas_call':
         name, size = str(step.params['name']), _width_of(step.params['jaxpr'])
-        flops = count_jaxpr_flops(step.params['jaxpr']) * count_runs(step.place.equation)
-        flops *= _share_of_blocks(name, arguments)
+        mapping = step.params['grid_mapping']
+        bounds = arguments[: mapping.num_dynamic_grid_bounds]
+        flops = count_jaxpr_flops(step.params['jaxpr']) * count_blocks(mapping, bounds)
+        flops *= _share_of_blocks(name, arguments[len(bounds) :], bounds)
     else:
         query, key = (value.shape for value in step.inputs[:2])
         length = 2 if step.params.get('layout') == _HEADS_FIRST else 1
@@ -234,15 +236,15 @@ def _add(kernels: Sequence[KernelWork], times: int = 1) -> KernelWork:
     )
 
 
-def _share_of_blocks(name: str, arguments: Sequence[Any]) -> float:
+def _share_of_blocks(name: str, arguments: Sequence[Any], bounds: Sequence[Any]) -> float:
     """The share of the blocks of a kernel's grid that its mask does not rule out.
 
     Splash attention takes the mask of its blocks as its second argument, with 0 for blocks that it
-    skips.
+    skips. If the grid has only blocks that it needs, `bounds` says how many these are.
     """
-    if not name.startswith('splash'):
+    if not name.startswith('splash') or (bounds and bounds[0] is not None):
         return 1.0
-    if arguments[1] is None:
+    if bounds or arguments[1] is None:
         return _SHARE_OF_UNKNOWN_MASKS
     return float(np.mean(np.asarray(arguments[1]) != 0))
 
@@ -268,6 +270,12 @@ def _iota(params: Any) -> Any:
     shape[params['dimension']] = -1
     line = np.arange(params['shape'][params['dimension']], dtype=params['dtype'])
     return np.broadcast_to(line.reshape(shape), params['shape'])
+
+
+def _slice(params: Any, x: Any) -> Any:
+    steps = params['strides'] or [1] * np.ndim(x)
+    starts, limits = params['start_indices'], params['limit_indices']
+    return np.asarray(x)[tuple(map(slice, starts, limits, steps))]
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -298,6 +306,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     'clamp': _plain(lambda low, x, high: np.clip(x, low, high)),
     **dict.fromkeys(_KEEPING, _plain(np.asarray)),
     'convert_element_type': lambda params, x: np.asarray(x).astype(params['new_dtype']),
+    'slice': _slice,
     'squeeze': lambda params, x: np.squeeze(x, tuple(params['dimensions'])),
     'reshape': lambda params, x: np.reshape(x, params['new_sizes']),
     'broadcast_in_dim': _broadcast,

@@ -46,7 +46,7 @@ class Loads:
       kernel_memory: the same by their bytes.
       exchanges: the exchanges with other devices.
       host_bytes: the bytes that are copied to and from the memory of the host.
-      num_granules: the number of TPU slices or NVLink domains.
+      num_separate: the number of TPU slices, or of GPUs, each with a speed of its own.
       num_processes: the number of hosts.
     """
 
@@ -60,7 +60,7 @@ class Loads:
     kernel_memory: float
     exchanges: tuple[ExchangeLoad, ...]
     host_bytes: float
-    num_granules: int
+    num_separate: int
     num_processes: int
 
 
@@ -94,7 +94,7 @@ def find_loads(work: Work, machine: Machine) -> Loads:
         kernel_memory=sum(kernel.nbytes for kernel in work.kernels) / bandwidth,
         exchanges=tuple(exchanges.values()),
         host_bytes=work.host_bytes,
-        num_granules=machine.num_granules,
+        num_separate=machine.num_granules if on_tpus else machine.size,
         num_processes=machine.num_processes,
     )
 

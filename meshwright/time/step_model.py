@@ -73,7 +73,7 @@ def estimate_step_time(
     domain = domain_of(machine.chip)
     parts = busy_parts(loads, chosen)
     busy = math.fsum(part.exposed for part in parts)
-    parts.append(wait_for_slices(loads, chosen, busy))
+    parts.append(wait_for_slowest(loads, chosen, busy))
     distance = find_distance(domain, loads, busy, work.layers)
     usual = chosen.compiled_error if work.origin == 'compiler' else chosen.error
     error = (1 + usual) * math.exp(domain.growth * distance.doublings) - 1
@@ -90,22 +90,26 @@ def estimate_step_time(
 
 
 # The mean of the largest of n numbers with a normal distribution, of variance 1 and mean 0.
-_LARGEST_OF = {1: 0.0, 2: 0.564, 4: 1.029, 8: 1.424, 16: 1.766, 32: 2.070, 64: 2.344, 128: 2.595}
+_LARGEST_OF = {
+    **{1: 0.0, 2: 0.564, 4: 1.029, 8: 1.424, 16: 1.766, 32: 2.070, 64: 2.344, 128: 2.595},
+    **{256: 2.826, 512: 3.037, 1024: 3.234},
+}
 
 
-def wait_for_slices(loads: Loads, constants: ChipConstants, busy: float) -> TimePart:
-    """What a step that takes `busy` seconds waits for the slowest slice.
+def wait_for_slowest(loads: Loads, constants: ChipConstants, busy: float) -> TimePart:
+    """What a step that takes `busy` seconds waits for the slowest slice or GPU.
 
-    The times of slices vary around a mean, and nobody is faster than the slowest of them.
+    Their times vary around a mean, as with the clock that the temperature of a GPU allows, and
+    nobody is faster than the slowest of them.
     """
     counts = list(_LARGEST_OF)
-    most = np.interp(math.log2(loads.num_granules), np.log2(counts), [*_LARGEST_OF.values()])
-    seconds = busy * constants.slice_spread * float(most)
-    return TimePart(name='waiting for other slices or hosts', seconds=seconds, exposed=seconds)
+    most = np.interp(math.log2(loads.num_separate), np.log2(counts), [*_LARGEST_OF.values()])
+    seconds = busy * constants.speed_spread * float(most)
+    return TimePart(name='waiting for the slowest slice or GPU', seconds=seconds, exposed=seconds)
 
 
 def busy_parts(loads: Loads, constants: ChipConstants) -> list[TimePart]:
-    """The parts of a step, without what slices wait for each other."""
+    """The parts of a step, without what slices or GPUs wait for each other."""
     parts = [*_computing(loads, constants)]
     computing = math.fsum(part.exposed for part in parts)
     parts += _moving(loads, computing, constants)

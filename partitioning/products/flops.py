@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from partitioning.hardware.jax_private import manual_axes
+from partitioning.products.grids import count_blocks
 
 
 def bodies_of(equation: Any) -> list[Any]:
@@ -40,7 +41,7 @@ def count_runs(equation: Any) -> int:
     if name == 'scan':
         return params['length']
     if name == 'pallas_call':  # its body has the shapes of one block
-        return math.prod(n for n in params['grid_mapping'].grid if isinstance(n, int))
+        return count_blocks(params['grid_mapping'])
     return 1
 
 

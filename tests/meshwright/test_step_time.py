@@ -279,7 +279,7 @@ def test_constants_apply_to_the_parts_they_are_for():
 def test_slices_wait_for_the_slowest():
     """The largest of 2, 4 and 8 normal numbers is 0.564, 1.029 and 1.424 above the mean."""
     work = dataclasses.replace(NOTHING, matmul_flops=1e16)
-    given = dataclasses.replace(constants_of(CHIPS['v5e']), slice_spread=0.1)
+    given = dataclasses.replace(constants_of(CHIPS['v5e']), speed_spread=0.1)
     seconds = [
         estimate_step_time(
             work, mesh_of(tpu_slices(n, (4, 4, 1), 'TPU v5 lite'), data=16 * n), given
@@ -294,7 +294,7 @@ def test_rings_between_slices_have_a_latency_for_each_phase():
     """An all-reduce over 4 slices goes around twice, in 3 phases each; 5 of them have 30."""
     devices = tpu_slices(4, (4, 4, 1), 'TPU v5 lite')
     given = dataclasses.replace(
-        constants_of(CHIPS['v5e']), slice_spread=0.0, exchange_latency=0.0, network_latency=0.01
+        constants_of(CHIPS['v5e']), speed_spread=0.0, exchange_latency=0.0, network_latency=0.01
     )
     reduce = dataclasses.replace(
         GATHER, kind='all-reduce', network='dcn', group_size=4, wire_bytes=0.0, count=5

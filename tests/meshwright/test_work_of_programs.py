@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas.ops.tpu.megablox import gmm
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel,
     splash_attention_mask,
@@ -203,6 +204,41 @@ def test_other_kernels_count_their_whole_grid():
     assert work.nbytes == 4 * (256 * 128 + 128 * 32 + 256 * 32)
     assert count_jaxpr_flops(jaxpr.jaxpr) == work.flops
     assert count_jaxpr_flops(jaxpr.jaxpr, kernels=False) == 0
+
+
+def test_products_of_groups_of_rows_count_the_blocks_that_they_can_need():
+    """1,024 rows of 4 groups in blocks of 128: each of 3 borders can cut a block in two."""
+    rows, summed, columns, groups, tile = 1024, 512, 256, 4, 128
+
+    def run(x, y, sizes):
+        return gmm(x, y, sizes, jnp.float32, tiling=(tile, tile, tile))
+
+    shapes = (rows, summed), (groups, summed, columns)
+    x, y = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    jaxpr = jax.make_jaxpr(run)(x, y, jax.ShapeDtypeStruct((groups,), jnp.int32))
+    (work,) = find_kernel_work(jaxpr)
+    assert work.flops == 2 * (rows + (groups - 1) * tile) * summed * columns
+    assert count_jaxpr_flops(jaxpr.jaxpr) == work.flops
+
+
+def test_grids_of_a_length_that_the_program_computes():
+    def double(x_ref, o_ref):
+        o_ref[...] = x_ref[...] @ x_ref[...]
+
+    def run(count, x):
+        return pl.pallas_call(
+            double,
+            grid=(count, 2),
+            in_specs=[pl.BlockSpec((16, 16), lambda i, j: (i, j))],
+            out_specs=pl.BlockSpec((16, 16), lambda i, j: (i, j)),
+            out_shape=jax.ShapeDtypeStruct((96, 32), jnp.float32),
+        )(x)
+
+    x, one = jax.ShapeDtypeStruct((96, 32), jnp.float32), 2 * 16**3
+    (unknown,) = find_kernel_work(jax.make_jaxpr(run)(jax.ShapeDtypeStruct((), jnp.int32), x))
+    (known,) = find_kernel_work(jax.make_jaxpr(lambda x: run(jnp.asarray([7, 3])[1], x))(x))
+    assert unknown.flops == 6 * 2 * one  # as many as the array has
+    assert known.flops == 3 * 2 * one
 
 
 def test_attention_by_cudnn(monkeypatch):

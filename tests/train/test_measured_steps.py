@@ -258,7 +258,7 @@ def a_case(number, products, exchange, *, seconds=None):
         kernel_memory=0.0,
         exchanges=(gather,),
         host_bytes=0.0,
-        num_granules=1,
+        num_separate=1,
         num_processes=2,
     )
     # The rate of products, what is not hidden of the exchange at 90% of the links, and 1,000 phases
