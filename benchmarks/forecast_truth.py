@@ -235,7 +235,9 @@ def _print_held() -> None:
     print('\nSteps of this project on one h100, which fit nothing, by the committed constants')
     found = list(forecast_held())
     for traced, compiled in zip(found[::2], found[1::2], strict=True):
-        cells = ''.join(f'{1e3 * h.time.seconds:7.1f} ms {h.error:+7.1%}' for h in (traced, compiled))
+        cells = ''.join(
+            f'{1e3 * h.time.seconds:7.1f} ms {h.error:+7.1%}' for h in (traced, compiled)
+        )
         print(f'  {traced.name:40} {1e3 * traced.measured:6.1f} ms{cells}')
     errors = [abs(h.error) for h in found]
     inside = statistics.fmean(h.inside for h in found)

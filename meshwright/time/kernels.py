@@ -1,6 +1,7 @@
 """The work of hand-written kernels, from the jaxpr of a function.
 
-Compilers do not estimate the kernels of Pallas and cuDNN. Kernels of splash attention skip the
+Compilers do not estimate the kernels of Pallas and cuDNN. What a kernel does is counted in its body
+and its grid, or if it has no grid, is what it states itself. Kernels of splash attention skip the
 blocks that their mask rules out. The mask of blocks is one of their arguments and almost always
 a constant, and so is the number of a layer, which decides between kinds of attention. The search
 therefore follows constants through the steps of the function:
@@ -189,6 +190,9 @@ def _work_of(step: Step, arguments: Sequence[Any]) -> KernelWork:
         bounds = arguments[: mapping.num_dynamic_grid_bounds]
         flops = count_jaxpr_flops(step.params['jaxpr']) * count_blocks(mapping, bounds)
         flops *= _share_of_blocks(name, arguments[len(bounds) :], bounds)
+        stated = step.params.get('cost_estimate')
+        if stated is not None and not mapping.grid:  # it loops over blocks by itself
+            flops = max(flops, float(stated.flops))
     else:
         query, key = (value.shape for value in step.inputs[:2])
         length = 2 if step.params.get('layout') == _HEADS_FIRST else 1

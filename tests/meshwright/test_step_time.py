@@ -207,7 +207,8 @@ def test_the_range_is_wider_outside_of_measured_steps():
     hosts = int(2 * domain.hosts[1])
     far = estimate_step_time(work, dataclasses.replace(pod(), num_processes=hosts))
     wider = (1 + error) * math.exp((4 + 1 + 1 + 1) * domain.growth)
-    assert far.high / far.seconds == far.seconds / far.low == pytest.approx(wider)
+    assert far.high / far.seconds == pytest.approx(wider)
+    assert far.seconds / far.low == pytest.approx(wider)
     assert len(far.outside) == 4
     texts = ' '.join(far.outside)
     for words in ('the step takes', f'{hosts:,} hosts', f'{narrow.width:,.0f}', 'convolutions'):

@@ -221,6 +221,23 @@ def test_products_of_groups_of_rows_count_the_blocks_that_they_can_need():
     assert count_jaxpr_flops(jaxpr.jaxpr) == work.flops
 
 
+def test_kernels_without_a_grid_do_what_they_state():
+    """Such a kernel loops over its blocks by itself, as often as nobody else knows."""
+
+    def run(x, stated):
+        return pl.pallas_call(
+            lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[...] @ x_ref[...]),
+            out_shape=jax.ShapeDtypeStruct((16, 16), jnp.float32),
+            cost_estimate=stated and pl.CostEstimate(stated, bytes_accessed=0, transcendentals=0),
+        )(x)
+
+    x = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    found = [
+        find_kernel_work(jax.make_jaxpr(lambda x, n=n: run(x, n))(x)) for n in (10**6, 1, None)
+    ]
+    assert [work.flops for (work,) in found] == [1e6, 2 * 16**3, 2 * 16**3]
+
+
 def test_grids_of_a_length_that_the_program_computes():
     def double(x_ref, o_ref):
         o_ref[...] = x_ref[...] @ x_ref[...]
