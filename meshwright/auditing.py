@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from meshwright.calls.compiled_call import check_no_trace_needed, is_compiled, read_compiled
+from meshwright.calls.held import HeldArray
 from meshwright.calls.plain_call import hold, parts_of_name
 from meshwright.calls.target import target_of_mesh
 from meshwright.examining import examine
+from meshwright.jax_private import TracedCall
 from meshwright.report.call_audit import CallAudit, audit_arrays
+from partitioning.rules import MeshLike
 
 
 def audit(fn: Any, *args: Any, compile: bool = True, **settings: Any) -> CallAudit:
@@ -40,10 +44,23 @@ def audit(fn: Any, *args: Any, compile: bool = True, **settings: Any) -> CallAud
         return audit_arrays(made.name, machine, made.mesh, made.held, results)
     examined = examine(fn, args, compile=compile, **settings)
     traced, mesh = examined.program.traced, examined.target.mesh
-    outputs = zip(traced.result_names, traced.jaxpr.out_avals, examined.results, strict=True)
-    results = [
+    results = list_results(traced, examined.results, mesh)
+    return audit_arrays(examined.call.name, examined.target.topology, mesh, examined.held, results)
+
+
+def list_results(
+    traced: TracedCall, shardings: Sequence[Any], mesh: MeshLike
+) -> tuple[HeldArray, ...]:
+    """The arrays of the results of a call whose layout is known.
+
+    Args:
+      traced: the function.
+      shardings: the sharding of each result; None where it is not known.
+      mesh: the mesh.
+    """
+    outputs = zip(traced.result_names, traced.jaxpr.out_avals, shardings, strict=True)
+    return tuple(
         hold(parts_of_name(name), aval, sharding, mesh, noun='result')
         for name, aval, sharding in outputs
         if hasattr(sharding, 'device_set') and hasattr(aval, 'dtype')
-    ]
-    return audit_arrays(examined.call.name, examined.target.topology, mesh, examined.held, results)
+    )

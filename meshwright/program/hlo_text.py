@@ -50,12 +50,12 @@ class ArrayType(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The size in bytes without padding."""
-        return math.prod(self.shape) * _bits(self.dtype) // 8
+        return math.prod(self.shape) * bits_of(self.dtype) // 8
 
     @property
     def padded_nbytes(self) -> int:
         """The size in memory, in bytes."""
-        return math.prod(self.padded_shape) * _bits(self.dtype) // 8
+        return math.prod(self.padded_shape) * bits_of(self.dtype) // 8
 
     def __str__(self) -> str:
         return f'{self.dtype}[{",".join(map(str, self.shape))}]'
@@ -298,7 +298,7 @@ def numbers_in(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r'\d+', text))
 
 
-def _bits(dtype: str) -> int:
+def bits_of(dtype: str) -> int:
     digits = re.search(r'\d+', dtype)
     return _BITS[dtype] if dtype in _BITS else int(digits[0]) if digits else 8
 

@@ -300,7 +300,7 @@ def write_answers(
     return {
         'format': FORMAT,
         'command': command,
-        'versions': dict(_versions()),
+        'versions': dict(package_versions()),
         'fits': fit_together([answer.fits for answer in answers]),
         'answers': [to_plain(answer) for answer in answers],
         'details': dict(details or {}),
@@ -326,8 +326,8 @@ def answer_schema() -> dict[str, Any]:
 
 
 @functools.cache
-def _versions() -> tuple[tuple[str, str], ...]:
-    """The versions of the packages that are installed."""
+def package_versions() -> tuple[tuple[str, str], ...]:
+    """The versions of this package, of jax and of its compilers, as far as they are installed."""
     found = []
     for name in _PACKAGES:
         try:

@@ -1,0 +1,1 @@
+"""Ten small programs, changes of their layouts, and refactorings that change nothing."""

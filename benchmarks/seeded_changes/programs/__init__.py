@@ -1,0 +1,1 @@
+"""The programs: `build()` returns a jitted function and its arguments."""

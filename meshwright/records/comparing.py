@@ -1,0 +1,181 @@
+"""Lists what differs between two records by meaning.
+
+Names of variables and functions, lines, files and order are not compared. What the code says comes
+first: arrays, donation, constraints, checkpoints and types. What a compiler makes of it follows:
+results, exchanges, memory and time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from meshwright.records.comparing_code import compare_code
+from meshwright.records.difference import (
+    Difference,
+    Tolerances,
+    join_alike,
+    of_numbers,
+)
+from meshwright.records.exchanged import compare_exchanges
+from meshwright.records.record import At, Record, RecordedArray, RecordedBuffer, RecordedNote
+from meshwright.records.renamed import names_after, pair_arrays, rename
+from meshwright.report.figures import verdict
+from partitioning.amounts import bytes_str
+from partitioning.plan.tables import shape_str
+from partitioning.rules import describe_axes
+
+_SLACK = 1024  # bytes by which a peak may differ in any case
+
+
+def compare_records(
+    before: Record,
+    after: Record,
+    tolerances: Tolerances = Tolerances(),  # noqa: B008  (it is frozen)
+) -> tuple[Difference, ...]:
+    """Returns what differs, the code first; empty if both mean the same.
+
+    What one of them does not know is not compared.
+
+    Args:
+      before: the record that a reviewer has agreed to.
+      after: the record of the present program.
+      tolerances: how much figures may differ.
+    """
+    pairs = pair_arrays(before.arguments, after.arguments)
+    names = names_after(pairs)
+    found = [
+        *_machine(before, after),
+        *_arrays('argument', pairs),
+        *(compare_code(before, after, pairs)),
+        *_results(before, after),
+    ]
+    if not found and before.loops is not None:
+        # Then a compiler has only arranged the same program in another way.
+        tolerances = tolerances.widened(2 if before.loops != after.loops else 1)
+    found += [
+        *_notes(before.rematerialized, after.rematerialized, 'rematerialization', {}),
+        *_notes(before.recompiled, after.recompiled, 'recompilation', names),
+        *compare_exchanges(before, after, names, tolerances),
+        *_memory(before, after, tolerances),
+    ]
+    if (
+        before.seconds
+        and after.seconds
+        and _differs(before.seconds, after.seconds, tolerances.time)
+    ):
+        exchange = next((d.at for d in found if d.kind == 'exchange'), At())
+        found.append(
+            of_numbers('time', 'time of a call', before.seconds, after.seconds, 'seconds', exchange)
+        )
+    return join_alike(found)
+
+
+def _differs(before: float, after: float, tolerance: float) -> bool:
+    return abs(after - before) > tolerance * max(abs(before), abs(after))
+
+
+def _machine(before: Record, after: Record) -> Iterator[Difference]:
+    def name(record: Record) -> str:
+        slices = f'{record.num_slices} x ' if record.num_slices > 1 else ''
+        return slices + record.topology
+
+    if name(before) != name(after):
+        yield Difference(kind='machine', subject='topology', before=name(before), after=name(after))
+    if dict(before.mesh) != dict(after.mesh):
+        was, now = describe_axes(before.mesh), describe_axes(after.mesh)
+        yield Difference(kind='machine', subject='mesh', before=was, after=now)
+
+
+def _arrays(
+    kind: str, pairs: Sequence[tuple[RecordedArray | None, RecordedArray | None]]
+) -> Iterator[Difference]:
+    """Arrays that are missing, new, or have another type or layout."""
+    noun = 'argument' if kind == 'argument' else 'result'
+    for one, other in pairs:
+        if one is None and other is not None:
+            yield _array(noun, other, '', _described(other))
+        elif other is None and one is not None:
+            yield _array(noun, one, _described(one), '')
+        elif one is not None and other is not None:
+            if (one.shape, one.dtype) != (other.shape, other.dtype):
+                yield _array(noun, other, _type(one), _type(other))
+            if one.spec != other.spec:
+                held = [bytes_str(x.bytes_per_device) for x in (one, other)]
+                was, now = (
+                    f'{x.spec}, {size} per device'
+                    for x, size in zip((one, other), held, strict=True)
+                )
+                yield _array(noun, other, was, now)
+
+
+def _array(kind: str, array: RecordedArray, before: str, after: str) -> Difference:
+    at = At(rule=array.reason)
+    if kind == 'argument':
+        return Difference(kind='argument', subject=array.path, before=before, after=after, at=at)
+    return Difference(kind='result', subject=array.path, before=before, after=after, at=at)
+
+
+def _type(array: RecordedArray) -> str:
+    return f'{array.dtype} {shape_str(array.shape)}'
+
+
+def _described(array: RecordedArray) -> str:
+    return f'{_type(array)}, {array.spec}, {bytes_str(array.bytes_per_device)} per device'
+
+
+def _results(before: Record, after: Record) -> Iterator[Difference]:
+    if before.results is not None and after.results is not None:
+        yield from _arrays('result', pair_arrays(before.results, after.results))
+
+
+def _notes(
+    before: Sequence[RecordedNote] | None,
+    after: Sequence[RecordedNote] | None,
+    kind: str,
+    names: Mapping[str, str],
+) -> Iterator[Difference]:
+    """Arrays that are made whole, or that compile again, and were or are not."""
+    if before is None or after is None:
+        return
+    old = {rename(note.what, names): note for note in before}
+    new = {note.what: note for note in after}
+    for what in {**old, **new}:
+        if what in old and what in new:
+            continue
+        note = new.get(what) or old[what]
+        was, now = ('', note.why) if what in new else (note.why, '')
+        at = At(why=note.why)
+        if kind == 'recompilation':
+            yield Difference(kind='recompilation', subject=what, before=was, after=now, at=at)
+        else:
+            yield Difference(kind='rematerialization', subject=what, before=was, after=now, at=at)
+
+
+def _memory(before: Record, after: Record, tolerances: Tolerances) -> Iterator[Difference]:
+    if before.fits != after.fits:
+        was, now = verdict(before.fits), verdict(after.fits)
+        yield Difference(kind='memory', subject='the machine', before=was, after=now)
+    was, now = before.peak, after.peak
+    if _differs(was, now, tolerances.peak) and abs(was - now) > _SLACK:
+        at = _of_buffers(before.buffers, after.buffers, now > was)
+        yield of_numbers('memory', 'peak memory of a device', was, now, 'bytes', at)
+    if before.aliased is not None and after.aliased is not None:
+        was, now = before.aliased, after.aliased
+        if _differs(was, now, tolerances.peak):
+            subject = 'results in the place of donated arguments'
+            yield of_numbers('memory', subject, was, now, 'bytes')
+
+
+def _of_buffers(
+    before: Sequence[RecordedBuffer], after: Sequence[RecordedBuffer], grew: bool
+) -> At:
+    """The line of the buffers that grew most, or that shrank most."""
+    changes: dict[str, float] = {}
+    places: dict[str, At] = {}
+    for sign, buffers in ((-1, before), (1, after)):
+        for one in buffers:
+            key = one.at.text or one.array
+            changes[key] = changes.get(key, 0) + sign * one.bytes
+            places[key] = one.at
+    ordered = sorted(changes, key=lambda key: -changes[key] if grew else changes[key])
+    return places[ordered[0]] if ordered else At()

@@ -1,0 +1,178 @@
+"""What the code of two programs says differently: donation, constraints, remat and types."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Sequence
+
+from meshwright.records.difference import Difference, new_places, of_numbers
+from meshwright.records.record import (
+    At,
+    Record,
+    RecordedCheckpoint,
+    RecordedConstraint,
+    RecordedPrecision,
+)
+from meshwright.records.renamed import Pair
+from partitioning.amounts import share_str
+from partitioning.plan.tables import shape_str
+
+_SAME_FLOPS = 1e-3  # the share by which FLOPs may differ
+_SAME_SHARE = 0.01  # of one kind of arithmetic that may have another type
+
+
+def compare_code(before: Record, after: Record, pairs: Sequence[Pair]) -> Iterator[Difference]:
+    """Yields what the code says differently, except for the layouts of its arguments.
+
+    Args:
+      before, after: the records.
+      pairs: their arguments.
+    """
+    for one, other in pairs:
+        if one is not None and other is not None and one.donated != other.donated:
+            was, now = ('donated' if x.donated else 'kept' for x in (one, other))
+            yield Difference(kind='donation', subject=other.path, before=was, after=now)
+    shapes_changed = any(
+        one is None or other is None or one.shape != other.shape for one, other in pairs
+    )
+    if before.constraints is not None and after.constraints is not None:
+        yield from _constraints(before.constraints, after.constraints, shapes_changed)
+    if before.checkpoints is not None and after.checkpoints is not None:
+        yield from _checkpoints(before.checkpoints, after.checkpoints)
+    if before.precisions is not None and after.precisions is not None:
+        yield from _precisions(before.precisions, after.precisions)
+    yield from _flops(before, after)
+
+
+def _constraints(
+    before: Sequence[RecordedConstraint],
+    after: Sequence[RecordedConstraint],
+    shapes_changed: bool,
+) -> Iterator[Difference]:
+    """Layouts that are stated for other values, or more or less often."""
+    old, now = ({(c.shape, c.spec): c.at for c in held} for held in (before, after))
+
+    def gone(key: tuple[tuple[int, ...], str]) -> At:
+        return new_places(now.get(key, ()), old[key])
+
+    def added(key: tuple[tuple[int, ...], str]) -> At:
+        return new_places(old.get(key, ()), now[key])
+
+    left, new = (
+        collections.Counter({(c.shape, c.spec): c.count for c in held}) for held in (before, after)
+    )
+    left, new = left - new, new - left
+    if shapes_changed:  # then the same layout of another shape is what the code said before
+        _drop_equal_specs(left, new)
+    for (shape, spec), count in sorted(left.items()):
+        for other, spec_now in sorted(new):
+            moved = min(count, new[other, spec_now])
+            if other != shape or not moved:
+                continue
+            yield _constraint(shape, spec, spec_now, moved, added((other, spec_now)))
+            new[other, spec_now] -= moved
+            count -= moved
+        if count:
+            yield _constraint(shape, spec, '', count, gone((shape, spec)))
+    for (shape, spec), count in sorted(new.items()):
+        if count:
+            yield _constraint(shape, '', spec, count, added((shape, spec)))
+
+
+def _drop_equal_specs(
+    left: collections.Counter[tuple[tuple[int, ...], str]],
+    new: collections.Counter[tuple[tuple[int, ...], str]],
+) -> None:
+    for shape, spec in list(left):
+        for other, spec_now in list(new):
+            if spec == spec_now and shape != other:
+                same = min(left[shape, spec], new[other, spec_now])
+                left[shape, spec] -= same
+                new[other, spec_now] -= same
+
+
+def _constraint(shape: tuple[int, ...], before: str, after: str, count: int, at: At) -> Difference:
+    times = f', {count:,} times' if count > 1 else ''
+    subject = f'layout of {shape_str(shape)} in the code{times}'
+    return Difference(kind='constraint', subject=subject, before=before, after=after, at=at)
+
+
+def _checkpoints(
+    before: Sequence[RecordedCheckpoint], after: Sequence[RecordedCheckpoint]
+) -> Iterator[Difference]:
+    old, new = ({c.policy: c for c in held} for held in (before, after))
+    gone = [c for policy, c in old.items() if policy not in new]
+    added = [c for policy, c in new.items() if policy not in old]
+    for one, other in zip(gone, added, strict=False):
+        yield _checkpoint(one.policy, other.policy, new_places(one.at, other.at))
+    for one in gone[len(added) :]:
+        yield _checkpoint(one.policy, 'nothing is computed again', new_places((), one.at))
+    for other in added[len(gone) :]:
+        yield _checkpoint('nothing is computed again', other.policy, new_places((), other.at))
+
+
+def _checkpoint(before: str, after: str, at: At) -> Difference:
+    subject = 'what jax.checkpoint keeps'
+    return Difference(kind='checkpoint', subject=subject, before=before, after=after, at=at)
+
+
+def _precisions(
+    before: Sequence[RecordedPrecision], after: Sequence[RecordedPrecision]
+) -> Iterator[Difference]:
+    """Kinds of arithmetic of which another share has some type."""
+    families = dict.fromkeys(p.family for p in (*before, *after) if p.family != 'conversions')
+    for family in families:
+        old, new = ({p.dtype: p for p in held if p.family == family} for held in (before, after))
+        if not old or not new:
+            continue
+        shares = [
+            {dtype: p.amount / sum(q.amount for q in held.values()) for dtype, p in held.items()}
+            for held in (old, new)
+        ]
+        changed = [
+            dtype
+            for dtype in {**old, **new}
+            if (dtype in old) != (dtype in new)
+            or abs(shares[0][dtype] - shares[1][dtype]) > _SAME_SHARE
+        ]
+        if changed:
+            was, now = (
+                ', '.join(f'{d} {share_str(held[d])}' for d in changed if d in held) or 'none'
+                for held in shares
+            )
+            most = max(changed, key=lambda d: shares[1].get(d, 0) - shares[0].get(d, 0))
+            grown = [at for held in (old, new) if most in held for at in held[most].at]
+            at = _converted(before, after) or new_places((), grown)
+            subject = f'types of {family}'
+            yield Difference(kind='precision', subject=subject, before=was, after=now, at=at)
+
+
+def _converted(
+    before: Sequence[RecordedPrecision], after: Sequence[RecordedPrecision]
+) -> At | None:
+    """The first line that converts arrays in one program only, or whose text changed; or None."""
+    old, new = (
+        [at for p in held if p.family == 'conversions' for at in p.at] for held in (before, after)
+    )
+    known = {at.text for at in old}, {at.text for at in new}
+    found = [at for at in old if at.text not in known[1]]
+    found += [at for at in new if at.text not in known[0]]
+    return found[0] if found else None
+
+
+def _flops(before: Record, after: Record) -> Iterator[Difference]:
+    at = At()
+    if before.precisions and after.precisions:
+        lines = [
+            [at for p in record.precisions or () if p.family == 'products' for at in p.at]
+            for record in (before, after)
+        ]
+        at = new_places(*lines)
+    labels = ('FLOPs of the model', 'FLOPs with recomputation')
+    pairs = (
+        (before.model_flops, after.model_flops),
+        (before.program_flops, after.program_flops),
+    )
+    for label, (was, now) in zip(labels, pairs, strict=True):
+        if was is not None and now is not None and abs(was - now) > _SAME_FLOPS * max(was, now):
+            yield of_numbers('computation', label, was, now, 'FLOPs', at)

@@ -1,0 +1,270 @@
+"""What the code of a traced function says: constraints, checkpoints, and types of its arithmetic.
+
+Everything is counted as often as it is executed, so a loop over layers and the same layers written
+one after the other have the same facts.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import linecache
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from meshwright.jaxpr.primitives import CONSTRAINTS, names_in
+from meshwright.jaxpr.values import is_backward
+from meshwright.jaxpr.writing_out import spec_axes
+from meshwright.records.record import (
+    At,
+    RecordedCheckpoint,
+    RecordedConstraint,
+    RecordedPrecision,
+)
+from meshwright.user_lines import (
+    find_helpers,
+    is_library,
+    short_source,
+    stack_of_traceback,
+    user_line,
+)
+from partitioning.products.flops import (
+    PRODUCTS,
+    RECOMPUTED,
+    bodies_of,
+    count_runs,
+    open_jaxpr,
+    product_flops,
+)
+from partitioning.rules import from_tuple, spec_str
+
+_CHECKPOINTS = ('checkpoint', 'remat', 'remat2')
+_EXPONENTIALS = names_in('exp exp2 expm1 log log1p logistic tanh erf rsqrt sqrt pow')
+_SUMS = names_in('reduce_sum cumsum cumlogsumexp reduce_prod')
+_MOST_LINES = 16  # of one kind
+_CALLERS = 3  # lines of each call stack
+_LONGEST = 80  # characters of a line
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TracedFacts:
+    """What the code of a function says.
+
+    Attributes:
+      constraints, checkpoints, precisions, loops: as in a `Record`.
+      files: the files of the user's whose lines the function has, as paths.
+    """
+
+    constraints: tuple[RecordedConstraint, ...]
+    checkpoints: tuple[RecordedCheckpoint, ...]
+    precisions: tuple[RecordedPrecision, ...]
+    loops: tuple[int, ...]
+    files: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Executed:
+    """An equation, with how often it is executed, and the lines and the path of what calls it."""
+
+    equation: Any
+    times: int
+    around: tuple[str, ...] = ()
+    outer: str = ''
+
+    @property
+    def path(self) -> str:
+        """The names of the transformations and scopes around it."""
+        return f'{self.outer}/{self.equation.source_info.name_stack}'
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it is a part of what the code says, and not of what jax derives from it."""
+        return not is_backward(self.path) and RECOMPUTED not in self.path
+
+    @property
+    def stack(self) -> tuple[str, ...]:
+        """The 'file:line' of the code and of its callers, innermost first."""
+        return stack_of_traceback(self.equation.source_info.traceback) or self.around
+
+
+def find_facts(jaxpr: Any, sizes: Mapping[str, int]) -> TracedFacts:
+    """Reads what the code of a function says.
+
+    Args:
+      jaxpr: its ClosedJaxpr.
+      sizes: the size of each mesh axis. Axes of size 1 divide nothing, and are left out.
+    """
+    executed = [*_walk(jaxpr, 1)]
+    files = {
+        line.rpartition(':')[0]
+        for one in executed
+        for line in one.stack
+        if line and not is_library(line)
+    }
+    return TracedFacts(
+        constraints=tuple(_constraints(executed, sizes)),
+        checkpoints=tuple(_checkpoints(executed)),
+        precisions=tuple(_precisions(executed)),
+        loops=tuple(sorted(_loops(executed))),
+        files=frozenset(files),
+    )
+
+
+def place_of(line: str, why: str = '', rule: str = '') -> At:
+    """A 'file:line' with what the line says."""
+    return At(line=short_source(line), text=_text_of(line), why=why, rule=rule)
+
+
+@functools.cache
+def _text_of(line: str) -> str:
+    path, _, number = line.rpartition(':')
+    text = linecache.getline(path, int(number)).strip() if number.isdigit() else ''
+    return text if len(text) <= _LONGEST else f'{text[: _LONGEST - 3]}...'
+
+
+def _walk(
+    jaxpr: Any, times: int, around: tuple[str, ...] = (), outer: str = ''
+) -> Iterator[_Executed]:
+    for equation in open_jaxpr(jaxpr)[0].eqns:
+        one = _Executed(equation, times, around, outer)
+        yield one
+        for body in bodies_of(equation):
+            yield from _walk(body, times * count_runs(equation), one.stack, one.path)
+
+
+def _constraints(
+    executed: Sequence[_Executed], sizes: Mapping[str, int]
+) -> Iterator[RecordedConstraint]:
+    stated = [
+        (
+            one,
+            one.equation.params[
+                'sharding' if 'sharding' in one.equation.params else 'dst_sharding'
+            ],
+        )
+        for one in executed
+        if one.equation.primitive.name in CONSTRAINTS and one.is_forward
+    ]
+    helpers = find_helpers([(one.stack, str(sharding)) for one, sharding in stated])
+    counts: collections.Counter[tuple[tuple[int, ...], str]] = collections.Counter()
+    lines: dict[tuple[tuple[int, ...], str], list[tuple[str, ...]]] = {}
+    for one, sharding in stated:
+        shape = tuple(one.equation.outvars[0].aval.shape)
+        if not hasattr(sharding, 'spec') or not shape:
+            continue
+        key = shape, _spec_str(sharding.spec, len(shape), sizes)
+        counts[key] += one.times
+        own = [line for line in one.stack if not is_library(line) and line not in helpers]
+        lines.setdefault(key, []).append(tuple(own[:_CALLERS]))
+    for (shape, spec), count in sorted(counts.items()):
+        at = _places(lines[shape, spec])
+        yield RecordedConstraint(shape=shape, spec=spec, count=count, at=at)
+
+
+def _places(stacks: Sequence[tuple[str, ...]]) -> tuple[At, ...]:
+    """The lines of several stacks: first the innermost of each, then those that call these."""
+    ordered = [line for level in itertools.zip_longest(*stacks) for line in level if line]
+    return tuple(place_of(line) for line in list(dict.fromkeys(ordered))[:_MOST_LINES])
+
+
+def _loops(executed: Sequence[_Executed]) -> Iterator[int]:
+    for one in executed:
+        if one.equation.primitive.name in ('scan', 'while') and one.is_forward:
+            yield count_runs(one.equation)
+
+
+def _spec_str(spec: Any, rank: int, sizes: Mapping[str, int]) -> str:
+    """A layout as code, with an entry for each dimension."""
+    open_entries = [entry is not None and not isinstance(entry, str | tuple) for entry in spec]
+    axes = spec_axes(spec, rank, sizes)
+    text = spec_str(jax.sharding.PartitionSpec(*(from_tuple(a or ()) for a in axes)))
+    open_at = [str(i) for i, is_open in enumerate(open_entries) if is_open]
+    return f'{text}, open in {", ".join(open_at)}' if open_at else text
+
+
+def _checkpoints(executed: Sequence[_Executed]) -> Iterator[RecordedCheckpoint]:
+    counts: collections.Counter[str] = collections.Counter()
+    lines: dict[str, list[tuple[str, ...]]] = {}
+    for one in executed:
+        if one.equation.primitive.name not in _CHECKPOINTS:
+            continue
+        policy = _policy_name(one.equation.params.get('policy'))
+        counts[policy] += one.times
+        defined = [_defined_at(body) for body in bodies_of(one.equation)]
+        lines.setdefault(policy, []).append((user_line(one.stack), *filter(None, defined)))
+    for policy, count in sorted(counts.items()):
+        yield RecordedCheckpoint(policy=policy, count=count, at=_places(lines[policy]))
+
+
+def _defined_at(jaxpr: Any) -> str:
+    """The 'file:line' of the function that a jaxpr was traced from, or ''."""
+    text = str(getattr(open_jaxpr(jaxpr)[0].debug_info, 'func_src_info', '') or '')
+    return text.rpartition(' at ')[2] if ' at ' in text else ''
+
+
+def _policy_name(policy: Any) -> str:
+    """The name of a policy of jax with what it was made of; policies of others have no name."""
+    if policy is None:
+        return 'nothing_saveable'
+    known = vars(jax.checkpoint_policies).items()
+    if (name := next((n for n, value in known if value is policy), None)) is not None:
+        return name
+    name = getattr(policy, '__qualname__', type(policy).__qualname__).partition('.<locals>')[0]
+    if not str(getattr(policy, '__module__', '')).startswith('jax'):
+        return 'a policy of the program'
+    held = [cell.cell_contents for cell in getattr(policy, '__closure__', None) or ()]
+    held += vars(policy).values() if hasattr(policy, '__dict__') else ()
+    given = sorted(str(x) for value in held for x in _texts_in(value))
+    return f'{name}({", ".join(given)})' if given else name
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from (x for x in value if isinstance(x, str))
+
+
+def _precisions(executed: Sequence[_Executed]) -> Iterator[RecordedPrecision]:
+    amounts: dict[tuple[str, str], collections.Counter[str]] = collections.defaultdict(
+        collections.Counter
+    )
+    for one in executed:
+        if (found := _arithmetic(one.equation)) is not None:
+            family, dtype, amount = found
+            if family != 'products' and not one.is_forward:
+                continue
+            amounts[family, dtype][user_line(one.stack)] += amount * one.times
+    for (family, dtype), lines in sorted(amounts.items()):
+        at = tuple(place_of(line) for line, _ in lines.most_common(_MOST_LINES))
+        total = float(sum(lines.values()))
+        yield RecordedPrecision(family=family, dtype=dtype, amount=total, at=at)
+
+
+def _arithmetic(equation: Any) -> tuple[str, str, float] | None:
+    """The family of an operation on floats, its type, and how much it computes."""
+    name, result = equation.primitive.name, equation.outvars[0].aval if equation.outvars else None
+    if not hasattr(result, 'dtype') or not jax.numpy.issubdtype(result.dtype, jax.numpy.inexact):
+        return None
+    if name in PRODUCTS:
+        given = [v.aval for v in equation.invars[:2]]
+        shapes = [aval.shape for aval in (*given, result)]
+        factors = ' x '.join(dict.fromkeys(str(aval.dtype) for aval in given))
+        return (
+            'products',
+            f'{factors} -> {result.dtype}',
+            product_flops(name, equation.params, *shapes),
+        )
+    if name == 'convert_element_type':
+        (given,) = (v.aval for v in equation.invars)
+        return 'conversions', f'{given.dtype} -> {result.dtype}', math.prod(result.shape)
+    if name in _EXPONENTIALS:
+        return 'exponentials', str(result.dtype), math.prod(result.shape)
+    if name in _SUMS:
+        return 'sums', str(result.dtype), math.prod(equation.invars[0].aval.shape)
+    return None
