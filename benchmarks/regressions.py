@@ -2,9 +2,10 @@
 
   python benchmarks/regressions.py [--only NAME,...] [--folder build/regressions] [--show]
 
-A case is an entry of a file in `seeded_changes/cases`: texts of a program that others replace. A case of kind "same" changes nothing that matters, and nothing may be reported. Any other case must
-be reported, with a line that it changed, or with one of the texts in "expect", such as the name of
-an array or a rule. `seeded_changes/cases/README.md` describes the files, for those who add cases.
+A case is an entry of a file in `seeded_changes/cases`: texts of a program that others replace. One
+of kind "same" changes nothing that matters, and nothing may be reported. Any other case must be
+reported, with a line that it changed, or with one of the texts in "expect", such as the name of an
+array or a rule. `seeded_changes/cases/README.md` describes the files, for those who add cases.
 
 Each program is compiled for eight described chips, once as it is and once for each case, in one
 process. Results are written as they come, and the command continues where it stopped; a case whose
@@ -37,7 +38,7 @@ from benchmarks.campaigns import read_results, write_results
 from meshwright.records.comparing import compare_records
 from meshwright.records.difference import Difference
 from meshwright.records.record import Record
-from meshwright.records.recording import record
+from meshwright.records.recording import record_call
 
 HERE = ROOT / 'benchmarks/seeded_changes'
 TOPOLOGY = 'v5e:2x4'
@@ -75,7 +76,7 @@ def record_text(text: str, file: Path) -> Record:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     fn, args = module.build()
-    return record(fn, args, topology=TOPOLOGY)[0]
+    return record_call(fn, args, topology=TOPOLOGY)[0]
 
 
 def changed_lines(before: str, after: str) -> set[str]:

@@ -44,8 +44,8 @@ def audit(fn: Any, *args: Any, compile: bool = True, **settings: Any) -> CallAud
         return audit_arrays(made.name, machine, made.mesh, made.held, results)
     examined = examine(fn, args, compile=compile, **settings)
     traced, mesh = examined.program.traced, examined.target.mesh
-    results = list_results(traced, examined.results, mesh)
-    return audit_arrays(examined.call.name, examined.target.topology, mesh, examined.held, results)
+    found = list_results(traced, examined.results, mesh)
+    return audit_arrays(examined.call.name, examined.target.topology, mesh, examined.held, found)
 
 
 def list_results(

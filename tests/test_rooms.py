@@ -37,7 +37,8 @@ FLOORS = {
         {'report'},
         {'changes', 'describing', 'examining', 'findings', 'watching'},
         {'forecasting', 'linting', 'auditing'},
-        {'checks', 'dry', 'dumps', 'explaining', 'searching'},
+        {'checks', 'dry', 'dumps', 'explaining', 'records', 'searching'},
+        {'checking'},
     ],
     'train': [
         {'errors'},

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.report.plain_values import from_plain, read_object
 
 UPDATE_VARIABLE = 'MESHWRIGHT_UPDATE_FORECASTS'  # `pytest --update-forecasts` sets it
+
+# `meshwright check` sets it to a folder, in which forecasts are then written and not compared.
+NOTE_VARIABLE = 'MESHWRIGHT_NOTE_FORECASTS'
 
 OnMissing = Literal['write', 'error']
 
@@ -78,6 +83,20 @@ def write_golden(file: Path, text: str) -> None:
         Path(name).unlink(missing_ok=True)
         raise
     WRITTEN.append(file)
+
+
+def note_forecast(folder: str, file: Path, forecast: Mapping[str, Any]) -> None:
+    """Writes a forecast for `meshwright check`, which compares it with its golden file.
+
+    Args:
+      folder: the folder for such notes.
+      file: the golden file.
+      forecast: the forecast, as values that JSON can hold.
+    """
+    golden = str(file.absolute())
+    name = f'{hashlib.sha256(golden.encode()).hexdigest()[:16]}.json'
+    held = json.dumps({'golden': golden, 'forecast': forecast})
+    (Path(folder) / name).write_text(held, encoding='utf-8')
 
 
 def section(function: str, machine: str, file: Path, lines: Sequence[str]) -> str:

@@ -56,7 +56,7 @@ def check(arguments: Sequence[str], prog: str) -> tuple[argparse.Namespace, dict
         raise ValueError(f'--steps={options.steps} must be at least 1')
     if not 0 < options.wait < math.inf:
         raise ValueError(f'--wait={options.wait:g} must be more than 0 seconds')
-    return options, _read_command(command, prog)
+    return options, read_command(command, prog)
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -148,7 +148,7 @@ def _run(options: argparse.Namespace, script: dict[str, Any]) -> int:
     return exit_status(answers)
 
 
-def _read_command(command: list[str], prog: str) -> dict[str, Any]:
+def read_command(command: Sequence[str], prog: str) -> dict[str, Any]:
     """The script of a command such as `python -m package.module --flag`."""
     if not command:
         raise ValueError(

@@ -47,7 +47,7 @@ def forecast_function(found: CompiledFunction) -> Forecast:
     )
     held = list_held(call, mesh)
     made = describe_program(call.name, program, target, held)
-    return with_findings(made, call, mesh, held, _results(found))
+    return with_findings(made, call, mesh, held, results_of(found))
 
 
 def findings_text(functions: Sequence[CompiledFunction]) -> str:
@@ -68,10 +68,11 @@ def findings_text(functions: Sequence[CompiledFunction]) -> str:
 
 def _lint(found: CompiledFunction) -> Findings:
     mesh = mesh_of(found)
-    return lint_program(found.call, mesh, list_held(found.call, mesh), _results(found))
+    return lint_program(found.call, mesh, list_held(found.call, mesh), results_of(found))
 
 
-def _results(found: CompiledFunction) -> tuple[Any, ...] | None:
+def results_of(found: CompiledFunction) -> tuple[Any, ...] | None:
+    """The sharding of each result as compiled; None without a program."""
     return None if found.executable is None else result_shardings(found.executable)
 
 

@@ -28,7 +28,7 @@ def summarize(run: DryRun) -> str:
     sections = [
         [_ending(run)],
         list(_table(run)),
-        list(_compiled_again(run.functions)),
+        list(compiled_again(run.functions)),
         list(_list('read as zeros, because nothing was computed', run.reads)),
         list(_list('imitated', run.imitated)),
         list(_list('started, and run on this machine as it is', run.programs)),
@@ -74,7 +74,7 @@ def _row(one: CompiledFunction) -> tuple[str, ...]:
     return (one.name, f'{one.calls:,}', seconds_str(one.seconds), flops, peak)
 
 
-def _compiled_again(functions: Sequence[CompiledFunction]) -> Iterator[str]:
+def compiled_again(functions: Sequence[CompiledFunction]) -> Iterator[str]:
     """Says which functions were compiled more than once, and which argument differed."""
     for first, second in itertools.combinations(functions, 2):
         if first.name != second.name or not second.flops or not second.calls:

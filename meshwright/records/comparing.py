@@ -12,13 +12,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from meshwright.records.comparing_code import compare_code
 from meshwright.records.difference import (
     Difference,
+    Kind,
     Tolerances,
     join_alike,
     of_numbers,
 )
 from meshwright.records.exchanged import compare_exchanges
-from meshwright.records.record import At, Record, RecordedArray, RecordedBuffer, RecordedNote
-from meshwright.records.renamed import names_after, pair_arrays, rename
+from meshwright.records.record import (
+    NOWHERE,
+    At,
+    Record,
+    RecordedArray,
+    RecordedBuffer,
+    RecordedNote,
+)
+from meshwright.records.renamed import Pair, names_after, pair_arrays, rename
 from meshwright.report.figures import verdict
 from partitioning.amounts import bytes_str
 from partitioning.plan.tables import shape_str
@@ -43,11 +51,12 @@ def compare_records(
     """
     pairs = pair_arrays(before.arguments, after.arguments)
     names = names_after(pairs)
+    arguments = [*_arrays('argument', pairs)]
     found = [
         *_machine(before, after),
-        *_arrays('argument', pairs),
-        *(compare_code(before, after, pairs)),
-        *_results(before, after),
+        *arguments,
+        *compare_code(before, after, pairs),
+        *_results(before, after, arguments),
     ]
     if not found and before.loops is not None:
         # Then a compiler has only arranged the same program in another way.
@@ -63,10 +72,10 @@ def compare_records(
         and after.seconds
         and _differs(before.seconds, after.seconds, tolerances.time)
     ):
-        exchange = next((d.at for d in found if d.kind == 'exchange'), At())
-        found.append(
-            of_numbers('time', 'time of a call', before.seconds, after.seconds, 'seconds', exchange)
-        )
+        exchange = next((d.at for d in found if d.kind == 'exchange'), NOWHERE)
+        at = At(line=exchange.line, text=exchange.text)
+        figures = before.seconds, after.seconds
+        found.append(of_numbers('time', 'time of a call', *figures, 'seconds', at))
     return join_alike(found)
 
 
@@ -86,33 +95,27 @@ def _machine(before: Record, after: Record) -> Iterator[Difference]:
         yield Difference(kind='machine', subject='mesh', before=was, after=now)
 
 
-def _arrays(
-    kind: str, pairs: Sequence[tuple[RecordedArray | None, RecordedArray | None]]
-) -> Iterator[Difference]:
+def _arrays(kind: Kind, pairs: Sequence[Pair]) -> Iterator[Difference]:
     """Arrays that are missing, new, or have another type or layout."""
-    noun = 'argument' if kind == 'argument' else 'result'
     for one, other in pairs:
         if one is None and other is not None:
-            yield _array(noun, other, '', _described(other))
+            yield _array(kind, other, '', _described(other))
         elif other is None and one is not None:
-            yield _array(noun, one, _described(one), '')
+            yield _array(kind, one, _described(one), '')
         elif one is not None and other is not None:
             if (one.shape, one.dtype) != (other.shape, other.dtype):
-                yield _array(noun, other, _type(one), _type(other))
+                yield _array(kind, other, _type(one), _type(other))
             if one.spec != other.spec:
-                held = [bytes_str(x.bytes_per_device) for x in (one, other)]
-                was, now = (
-                    f'{x.spec}, {size} per device'
-                    for x, size in zip((one, other), held, strict=True)
-                )
-                yield _array(noun, other, was, now)
+                yield _array(kind, other, _layout(one), _layout(other))
 
 
-def _array(kind: str, array: RecordedArray, before: str, after: str) -> Difference:
+def _array(kind: Kind, array: RecordedArray, before: str, after: str) -> Difference:
     at = At(rule=array.reason)
-    if kind == 'argument':
-        return Difference(kind='argument', subject=array.path, before=before, after=after, at=at)
-    return Difference(kind='result', subject=array.path, before=before, after=after, at=at)
+    return Difference(kind=kind, subject=array.path, before=before, after=after, at=at)
+
+
+def _layout(array: RecordedArray) -> str:
+    return f'{array.spec}, {bytes_str(array.bytes_per_device)} per device'
 
 
 def _type(array: RecordedArray) -> str:
@@ -120,18 +123,25 @@ def _type(array: RecordedArray) -> str:
 
 
 def _described(array: RecordedArray) -> str:
-    return f'{_type(array)}, {array.spec}, {bytes_str(array.bytes_per_device)} per device'
+    return f'{_type(array)}, {_layout(array)}'
 
 
-def _results(before: Record, after: Record) -> Iterator[Difference]:
-    if before.results is not None and after.results is not None:
-        yield from _arrays('result', pair_arrays(before.results, after.results))
+def _results(
+    before: Record, after: Record, arguments: Sequence[Difference]
+) -> Iterator[Difference]:
+    """Results that changed, except for those that changed as the arguments that they replace."""
+    if before.results is None or after.results is None:
+        return
+    told = {(one.before, one.after) for one in arguments}
+    for found in _arrays('result', pair_arrays(before.results, after.results)):
+        if (found.before, found.after) not in told:
+            yield found
 
 
 def _notes(
     before: Sequence[RecordedNote] | None,
     after: Sequence[RecordedNote] | None,
-    kind: str,
+    kind: Kind,
     names: Mapping[str, str],
 ) -> Iterator[Difference]:
     """Arrays that are made whole, or that compile again, and were or are not."""
@@ -140,30 +150,39 @@ def _notes(
     old = {rename(note.what, names): note for note in before}
     new = {note.what: note for note in after}
     for what in {**old, **new}:
-        if what in old and what in new:
-            continue
-        note = new.get(what) or old[what]
-        was, now = ('', note.why) if what in new else (note.why, '')
-        at = At(why=note.why)
-        if kind == 'recompilation':
-            yield Difference(kind='recompilation', subject=what, before=was, after=now, at=at)
-        else:
-            yield Difference(kind='rematerialization', subject=what, before=was, after=now, at=at)
+        if what not in new:
+            yield Difference(kind=kind, subject=what, before=old[what].why, after='')
+        elif what not in old:
+            yield Difference(kind=kind, subject=what, before='', after=new[what].why)
 
 
 def _memory(before: Record, after: Record, tolerances: Tolerances) -> Iterator[Difference]:
     if before.fits != after.fits:
-        was, now = verdict(before.fits), verdict(after.fits)
-        yield Difference(kind='memory', subject='the machine', before=was, after=now)
+        verdicts = verdict(before.fits), verdict(after.fits)
+        yield Difference(
+            kind='memory', subject='the machine', before=verdicts[0], after=verdicts[1]
+        )
     was, now = before.peak, after.peak
     if _differs(was, now, tolerances.peak) and abs(was - now) > _SLACK:
         at = _of_buffers(before.buffers, after.buffers, now > was)
+        held = [sum(a.bytes_per_device for a in r.arguments) for r in (before, after)]
+        if abs(held[1] - held[0]) > abs(now - was) / 2:
+            at = At(why=f'the arguments: {bytes_str(held[0])} -> {bytes_str(held[1])}')
         yield of_numbers('memory', 'peak memory of a device', was, now, 'bytes', at)
-    if before.aliased is not None and after.aliased is not None:
-        was, now = before.aliased, after.aliased
-        if _differs(was, now, tolerances.peak):
-            subject = 'results in the place of donated arguments'
-            yield of_numbers('memory', subject, was, now, 'bytes')
+    left, now_left = _not_replaced(before), _not_replaced(after)
+    if left is None or now_left is None:
+        return
+    if abs(left - now_left) > tolerances.peak * before.peak:
+        subject = 'donated arguments that no result replaces'
+        yield of_numbers('memory', subject, left, now_left, 'bytes')
+
+
+def _not_replaced(record: Record) -> int | None:
+    """The bytes of donated arguments whose memory no result takes; None if nobody knows."""
+    if record.aliased is None:
+        return None
+    donated = sum(array.bytes_per_device for array in record.arguments if array.donated)
+    return max(donated - record.aliased, 0)
 
 
 def _of_buffers(

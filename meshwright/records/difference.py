@@ -35,6 +35,7 @@ OF_CODE: tuple[Kind, ...] = (
     'computation',
 )
 Unit = Literal['bytes', 'FLOPs', 'seconds', 'text']
+_TIMES = 9  # larger changes are not percentages
 _FORMATS = {'bytes': bytes_str, 'FLOPs': flops_str, 'seconds': seconds_str}
 
 
@@ -109,10 +110,12 @@ class Difference:
 
     @property
     def share(self) -> str:
-        """The relative change of a number: '+6.7%'; '' for others."""
-        if not self.was or self.now is None:
+        """The relative change of a number: '+6.7%' or '12 times'; '' for others."""
+        if not self.was or not self.now:
             return ''
         share = self.now / self.was - 1
+        if share > _TIMES:
+            return f'{share + 1:,.0f} times'
         return f'{"+" if share > 0 else "-"}{share_str(abs(share))}'
 
     @property

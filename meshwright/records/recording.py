@@ -49,7 +49,7 @@ _BUFFERS = 12
 _FRAME = re.compile(r'stack_frame_id=(\d+)')
 
 
-def record(fn: Any, args: Sequence[Any], **settings: Any) -> tuple[Record, Forecast]:
+def record_call(fn: Any, args: Sequence[Any], **settings: Any) -> tuple[Record, Forecast]:
     """Returns what a call of a function is by meaning, and its forecast.
 
     Args:

@@ -231,8 +231,8 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def _precisions(executed: Sequence[_Executed]) -> Iterator[RecordedPrecision]:
-    amounts: dict[tuple[str, str], collections.Counter[str]] = collections.defaultdict(
-        collections.Counter
+    amounts: dict[tuple[str, str], dict[str, float]] = collections.defaultdict(
+        lambda: collections.defaultdict(float)
     )
     for one in executed:
         if (found := _arithmetic(one.equation)) is not None:
@@ -241,14 +241,16 @@ def _precisions(executed: Sequence[_Executed]) -> Iterator[RecordedPrecision]:
                 continue
             amounts[family, dtype][user_line(one.stack)] += amount * one.times
     for (family, dtype), lines in sorted(amounts.items()):
-        at = tuple(place_of(line) for line, _ in lines.most_common(_MOST_LINES))
-        total = float(sum(lines.values()))
+        most = sorted(lines, key=lambda line: -lines[line])[:_MOST_LINES]
+        at = tuple(map(place_of, most))
+        total = math.fsum(lines.values())
         yield RecordedPrecision(family=family, dtype=dtype, amount=total, at=at)
 
 
 def _arithmetic(equation: Any) -> tuple[str, str, float] | None:
     """The family of an operation on floats, its type, and how much it computes."""
-    name, result = equation.primitive.name, equation.outvars[0].aval if equation.outvars else None
+    name: str = equation.primitive.name
+    result: Any = equation.outvars[0].aval if equation.outvars else None
     if not hasattr(result, 'dtype') or not jax.numpy.issubdtype(result.dtype, jax.numpy.inexact):
         return None
     if name in PRODUCTS:

@@ -25,6 +25,11 @@ COMMANDS = {
         'run an untouched script as if a machine were there',
         'v5e:4x4 -- python train.py',
     ),
+    'check': (
+        'checking.check',
+        'say what changed in the layouts of your programs, for tests and pull requests',
+        '--out=check',
+    ),
     'explain': (
         'explaining.explain_dump',
         'say what a dump of XLA tells about a program',

@@ -1,0 +1,84 @@
+"""What changed, as text for a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from meshwright.checking.verdicts import HOW_TO_UPDATE, Verdict
+from meshwright.records.difference import Difference
+from partitioning.plan.tables import count
+
+WORDS = {
+    'same': 'the same',
+    'versions': 'the code is the same',
+    'missing': 'new',
+    'error': 'cannot be compared',
+}
+
+
+def check_text(verdicts: Sequence[Verdict], width: int = 100) -> str:
+    """The verdicts of all programs, each with what changed and why.
+
+    Args:
+      verdicts: the verdicts.
+      width: the width of the terminal.
+    """
+    lines: list[str] = []
+    for verdict in verdicts:
+        section = [*_section(verdict, width)]
+        if lines and (len(section) > 1 or lines[-1].startswith(' ')):
+            lines.append('')
+        lines += section
+    if any(verdict.status in ('changed', 'missing') for verdict in verdicts):
+        lines += ['', f'If this is intended, {HOW_TO_UPDATE}.']
+    return '\n'.join(lines)
+
+
+def title_of(verdict: Verdict) -> str:
+    """What became of a program, in a few words."""
+    if verdict.status == 'changed':
+        return count(len(verdict.differences), 'change')
+    return WORDS[verdict.status]
+
+
+def versions_text(verdict: Verdict) -> str:
+    """The versions that changed: 'libtpu 0.0.51 -> 0.0.52'; '' if none did."""
+    return ', '.join(f'{name} {a} -> {b}' for name, (a, b) in verdict.versions.items())
+
+
+def _section(verdict: Verdict, width: int) -> Iterator[str]:
+    machine = f' on {verdict.machine}' if verdict.machine else ''
+    yield f'{verdict.name}{machine}: {title_of(verdict)}'
+    wrap = textwrap.TextWrapper(
+        width=width,
+        initial_indent='  ',
+        subsequent_indent='    ',
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    if verdict.message:
+        yield from wrap.wrap(verdict.message)
+    if verdict.versions:
+        yield from wrap.wrap(f'versions: {versions_text(verdict)}')
+    code = [one for one in verdict.differences if one.is_of_code]
+    rest = [one for one in verdict.differences if not one.is_of_code]
+    yield from _list('what the code says', code, width)
+    yield from _list('what follows from it' if code else 'what the program does', rest, width)
+    yield from _list('what the versions moved', verdict.by_versions, width)
+
+
+def _list(title: str, differences: Sequence[Difference], width: int) -> Iterator[str]:
+    if not differences:
+        return
+    yield f'  {title}:'
+    for one in differences:
+        for text, indent in ((one.line, 4), (str(one.at), 8)):
+            yield from textwrap.wrap(
+                text,
+                width=width,
+                initial_indent=' ' * indent,
+                subsequent_indent=' ' * (indent + 2),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )

@@ -1,0 +1,121 @@
+"""The golden forecasts that tests own: pytest makes the forecasts, and they are compared here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.checking.processes import Recorded
+from meshwright.checking.settings import CheckSettings
+from meshwright.checking.verdicts import Verdict, judge
+from meshwright.checks.files import NOTE_VARIABLE, UPDATE_VARIABLE, read_golden
+from meshwright.checks.golden_file import FORMAT, Golden, golden_of
+from meshwright.records.record import Record, RecordedArray, RecordedExchange
+from meshwright.records.recording import record_exchanges
+from meshwright.report.forecasts import Forecast
+
+_LAST = 3  # lines of pytest that say why a test failed
+
+
+def check_tests(settings: CheckSettings, python: str = sys.executable) -> list[Verdict]:
+    """Runs the tests that own golden forecasts, and compares what they forecast.
+
+    Args:
+      settings: the settings, with the files of the tests.
+      python: the Python that runs pytest.
+    """
+    with tempfile.TemporaryDirectory(prefix='meshwright-check-') as folder:
+        ended = _run_pytest(settings, python, {NOTE_VARIABLE: folder})
+        notes = [json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())]
+    root = settings.root.resolve()
+    own = [note for note in notes if Path(note['golden']).resolve().is_relative_to(root)]
+    verdicts = [_verdict(note, root) for note in sorted(own, key=lambda note: note['golden'])]
+    if ended.returncode not in (0, 5):  # a test failed, so its golden may have no forecast
+        said = [line for line in ended.stdout.splitlines() if line.strip()][-_LAST:]
+        failed = Verdict(
+            name=', '.join(settings.tests),
+            machine='',
+            file='',
+            status='error',
+            message=f'pytest failed: {" / ".join(said) or ended.stderr[-200:]}',
+        )
+        verdicts.append(failed)
+    return verdicts
+
+
+def update_tests(settings: CheckSettings) -> str:
+    """Lets the tests write their golden forecasts; returns why that failed, or ''."""
+    ended = _run_pytest(settings, sys.executable, {UPDATE_VARIABLE: '1'})
+    said = [line for line in ended.stdout.splitlines() if line.strip()][-_LAST:]
+    return '' if ended.returncode in (0, 5) else f'pytest failed: {" / ".join(said)}'
+
+
+def _run_pytest(
+    settings: CheckSettings, python: str, variables: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    command = [python, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', *settings.tests]
+    return subprocess.run(
+        command,
+        cwd=settings.root,
+        env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors='replace',
+    )
+
+
+def _verdict(note: Mapping[str, Any], root: Path) -> Verdict:
+    file = Path(note['golden']).resolve()
+    made = Forecast.from_json(json.dumps(note['forecast']))
+    now = _record(golden_of(made), record_exchanges(made.collectives))
+    before = None
+    if file.is_file():
+        golden = read_golden(file, Golden, FORMAT)
+        before = _record(golden, tuple(_exchanges(golden)))
+    return judge(file.stem, made.topology, file, root, before, Recorded(record=now, forecast=made))
+
+
+def _record(golden: Golden, exchanges: tuple[RecordedExchange, ...]) -> Record:
+    """A record with what a golden forecast knows."""
+    compiler, _, version = golden.compiler.partition(' ')
+    return Record(
+        function=golden.function,
+        topology=golden.topology,
+        num_slices=golden.num_slices,
+        mesh=golden.mesh,
+        versions={compiler: version} if version else {},
+        fits=golden.fits,
+        peak=golden.peak,
+        exchanges=exchanges,
+        arguments=tuple(
+            RecordedArray(
+                path=array.path,
+                shape=array.shape,
+                dtype=array.dtype,
+                spec=array.spec,
+                bytes_per_device=array.bytes_per_device,
+            )
+            for array in golden.arrays
+        ),
+    )
+
+
+def _exchanges(golden: Golden) -> Iterator[RecordedExchange]:
+    """The exchanges of a golden forecast, which has neither arrays nor lines."""
+    for sent in golden.collectives:
+        yield RecordedExchange(
+            kind=sent.kind,
+            axes=sent.axes,
+            network=sent.network,
+            dtype='',
+            array='',
+            bytes=round(sent.bytes),
+            count=sent.count,
+        )

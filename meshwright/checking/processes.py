@@ -1,0 +1,118 @@
+"""Starts a process for the record of each program, with the Python of any environment."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.checking.settings import CheckedProgram
+from meshwright.records.record import Record
+from meshwright.report.forecasts import Forecast
+
+_PACKAGES = ('meshwright', 'partitioning')
+_LAST = 300  # characters of what a process that broke said
+_ABOVE = Path(__file__).parents[2]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """The record of a program, or why there is none.
+
+    Attributes:
+      record: the record, or None.
+      forecast: its forecast, or None.
+      error: why there is none, in one line.
+    """
+
+    record: Record | None = None
+    forecast: Forecast | None = None
+    error: str = ''
+
+
+def record_programs(
+    programs: Sequence[CheckedProgram],
+    root: Path,
+    python: str = sys.executable,
+    jobs: int = 1,
+    progress: Callable[[str], None] = lambda text: None,
+) -> dict[str, Recorded]:
+    """Returns the record of each program by its name.
+
+    Args:
+      programs: the programs.
+      root: the folder in which they are.
+      python: the Python that runs them. Its environment needs jax, and not this package.
+      jobs: how many processes run at once.
+      progress: receives a text when a program begins.
+    """
+    with tempfile.TemporaryDirectory(prefix='meshwright-check-') as name:
+        folder = Path(name)
+        packages = folder / 'packages'
+        packages.mkdir()
+        for package in _PACKAGES:
+            (packages / package).symlink_to(_ABOVE / package)
+
+        def run(program: CheckedProgram) -> Recorded:
+            progress(f'{program.name} on {program.machine or "its own devices"}')
+            return _record(program, root, python, folder)
+
+        with concurrent.futures.ThreadPoolExecutor(max(jobs, 1)) as pool:
+            found = list(pool.map(run, programs))
+    return {program.name: one for program, one in zip(programs, found, strict=True)}
+
+
+def _record(program: CheckedProgram, root: Path, python: str, folder: Path) -> Recorded:
+    task, answer = (folder / f'{program.name}.{kind}.json' for kind in ('task', 'answer'))
+    settings = dataclasses.asdict(program)
+    if program.script:
+        command = shlex.split(program.script)
+        is_whole = command[0].endswith('.py') or Path(command[0]).name.startswith('python')
+        settings['script'] = command if is_whole else ['python', *command]
+    task.write_text(json.dumps(settings), encoding='utf-8')
+    command = [python, '-P', '-m', 'meshwright.checking.worker', str(task), str(answer)]
+    try:
+        ended = subprocess.run(
+            command,
+            cwd=root,
+            env=_environment(program, folder / 'packages'),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors='replace',
+        )
+    except OSError as error:
+        return Recorded(error=f'{python} cannot be started: {error.strerror}')
+    if not answer.is_file():
+        said = ' '.join(ended.stderr.split())[-_LAST:]
+        return Recorded(error=f'the process ended with {ended.returncode}: {said}')
+    return read_answer(json.loads(answer.read_text(encoding='utf-8')))
+
+
+def _environment(program: CheckedProgram, packages: Path) -> dict[str, str]:
+    """The environment of a process: no accelerator is looked for, and there are enough devices."""
+    given = dict(os.environ)
+    path = [str(packages), *filter(None, [given.get('PYTHONPATH')])]
+    given |= {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': os.pathsep.join(path)}
+    given.setdefault('JAX_NUM_CPU_DEVICES', str(program.num_devices))
+    given.pop('JAX_COMPILATION_CACHE_DIR', None)
+    return given
+
+
+def read_answer(answer: dict[str, Any]) -> Recorded:
+    """What a process has answered."""
+    if 'error' in answer:
+        return Recorded(error=answer['error'])
+    return Recorded(
+        record=Record.from_json(json.dumps(answer['record'])),
+        forecast=Forecast.from_json(json.dumps(answer['forecast'])),
+    )

@@ -1,0 +1,121 @@
+"""Makes the record of one program: `python -m meshwright.checking.worker TASK ANSWER`.
+
+It runs in a process of its own, with the Python of an environment that need not have this package,
+in the root of the repository. TASK and ANSWER are files of JSON.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.records.record import Record, RecordedNote
+from meshwright.report.forecasts import Forecast
+from meshwright.user_lines import is_library, short_source
+
+
+def main(task_file: str, answer_file: str) -> None:
+    """Reads a task, and writes its record and forecast, or why there is none."""
+    task = json.loads(Path(task_file).read_text(encoding='utf-8'))
+    sys.path[0] = os.getcwd()  # the repository, in place of the current folder's ''
+    answer: dict[str, Any]
+    try:
+        made, forecast = (record_script if task['script'] else record_function)(task)
+        answer = {'record': made.as_dict(), 'forecast': forecast.as_dict()}
+    except (Exception, SystemExit) as error:
+        answer = {'error': _one_line(error)}
+    Path(answer_file).write_text(json.dumps(answer), encoding='utf-8')
+
+
+def record_function(task: Mapping[str, Any]) -> tuple[Record, Forecast]:
+    """The record of what a function returns: a program and its arguments."""
+    from meshwright.records.recording import record_call
+
+    module, _, name = task['function'].partition(':')
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition('.')[0] and error.name != module:
+            raise
+        raise ValueError(
+            f'there is no module {module}: function = "{task["function"]}" is imported from the '
+            'folder of pyproject.toml'
+        ) from error
+    except AttributeError as error:
+        raise ValueError(f'module {module} has no function {name}') from error
+    made = make() if callable(make) else make
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[1], tuple | list):
+        raise ValueError(
+            f'{task["function"]} returns {type(made).__name__}: return the jitted function and the '
+            'tuple of its arguments, such as `return step, (state, batch)`'
+        )
+    settings = {key: task[key] for key in ('num_slices', 'axes', 'compile', 'on_cpu')}
+    return record_call(made[0], made[1], topology=task['topology'] or None, **settings)
+
+
+def record_script(task: Mapping[str, Any]) -> tuple[Record, Forecast]:
+    """The record of the largest training step that a script compiles."""
+    import dataclasses
+
+    from meshwright.calls.compiling import Program
+    from meshwright.calls.plain_call import list_held
+    from meshwright.dry.command import read_command
+    from meshwright.dry.machine import Machine
+    from meshwright.dry.reporting import forecast_function, mesh_of, results_of
+    from meshwright.dry.script import Script, run_script
+    from meshwright.dry.summary import compiled_again
+    from meshwright.records.recording import record_program
+    from partitioning.hardware import describe_topology
+
+    topology = describe_topology(task['topology'], num_slices=task['num_slices'])
+    script = Script(**read_command(task['script'], 'meshwright dry'))
+    stdout, sys.stdout = sys.stdout, sys.stderr  # what the script prints is not the answer
+    try:
+        run = run_script(Machine(topology=topology), script)
+    finally:
+        sys.stdout = stdout
+    if run.ending == 'refused':
+        raise ValueError(run.message)
+    if run.error is not None:
+        raise run.error
+    steps = [one for one in run.functions if one.flops or one.out_of_memory is not None]
+    if not steps:
+        raise ValueError(f'{script.name} compiled nothing for {task["topology"]}')
+    found = max(steps, key=lambda one: (one.trains, one.flops))
+    forecast, mesh = forecast_function(found), mesh_of(found)
+    program = Program(
+        traced=found.call, compiled=found.executable, out_of_memory=found.out_of_memory
+    )
+    held = list_held(found.call, mesh)
+    made = record_program(forecast, program, mesh, held, results_of(found) or ())
+    again = tuple(
+        RecordedNote(what=line.partition(': ')[2] or line, why=line)
+        for line in compiled_again(run.functions)
+    )
+    return dataclasses.replace(made, recompiled=again), forecast
+
+
+def _one_line(error: BaseException) -> str:
+    """An error with the line of the user's that raised it."""
+    text = ' '.join(str(error).split()) or type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f'{frame.filename}:{frame.lineno}' for frame in frames]
+    own = [line for line in lines if not is_library(line) and not line.startswith('<')]
+    if isinstance(error, ValueError) and not own:
+        return text
+    kind = '' if isinstance(error, ValueError) else f'{type(error).__name__}: '
+    place = f'{short_source(own[-1])}: ' if own else ''
+    return f'{place}{kind}{text}'
+
+
+if __name__ == '__main__':
+    main(*sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of a script may never end

@@ -1,0 +1,118 @@
+"""`meshwright check`: what changed in the layouts of a repository's programs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from train.cli.command import OneLineParser, run_command
+
+if TYPE_CHECKING:
+    from meshwright.checking.verdicts import Verdict
+
+_DESCRIPTION = """\
+Compares the programs of a repository with their golden records: layouts, donation,
+constraints, remat, types, exchanges, memory and time. Names, lines, comments and
+order do not count. pyproject.toml declares the programs:
+
+  [tool.meshwright.goldens.train-step]
+  function = "layouts:train_step"   # returns step, (state, batch)
+  topology = "v5e:4x4"
+
+  {prog} --update          writes goldens/train-step.json; commit it
+  {prog}                   says what changed, and at which line
+  {prog} --out=check       also writes check.json, check.md and forecast.html
+
+The exit status is 0 if nothing changed, 1 if something did, and 2 if a program could
+not be compared. Figures that only another version of jax or of its compiler moved
+are reported, and are no change, except with --strict.
+"""
+
+
+def check(arguments: Sequence[str], prog: str) -> int:
+    """Runs `meshwright check`, and returns its exit status."""
+    parser = OneLineParser(prog, '[NAME ...] [--update] [...]', _DESCRIPTION)
+    parser.add_argument('names', nargs='*', metavar='NAME', help='only these programs')
+    parser.add_argument('--root', metavar='DIR', default='.', help='the folder of pyproject.toml')
+    parser.add_argument(
+        '--update', action='store_true', help='write the golden records that changed'
+    )
+    parser.add_argument(
+        '--python',
+        metavar='PATH',
+        default='',
+        help='a Python with the versions of the golden records, to tell apart what the code '
+        'changed and what the versions moved; it need not have this package',
+    )
+    parser.add_argument(
+        '--strict', action='store_true', help='figures that versions moved are a change'
+    )
+    parser.add_argument('--jobs', type=int, metavar='N', help='programs at once (2, or 1 per core)')
+    parser.add_argument('--out', metavar='DIR', help='write the answer and the page to DIR')
+    parser.add_argument('--json', action='store_true', help='print exact figures as JSON')
+    parser.add_argument('--markdown', action='store_true', help='print a comment as Markdown')
+    parser.add_traceback()
+    options = parser.parse_args(arguments)
+    return run_command(lambda: _check(options), options)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from meshwright.checking.command import CheckRun, check_programs, update_goldens, write_answers
+    from meshwright.checking.settings import read_settings
+    from meshwright.checking.verdicts import exit_status
+
+    jobs = min(2, os.cpu_count() or 1) if options.jobs is None else options.jobs
+    if jobs < 1:
+        raise ValueError(f'--jobs={jobs} must be at least 1')
+    if options.json and options.markdown:
+        raise ValueError('--json and --markdown: choose one; --out=DIR writes both')
+    if options.update and (options.python or options.out or options.json or options.markdown):
+        raise ValueError('--update writes golden records and compares nothing: use it alone')
+    root = Path(options.root)
+    if not root.is_dir():
+        raise ValueError(f'--root={options.root}: there is no such folder')
+    if options.python and shutil.which(options.python) is None:
+        raise ValueError(f'--python={options.python}: there is no such program')
+    settings = read_settings(root.absolute(), options.names)
+    python = shutil.which(options.python) if options.python else ''
+    run = CheckRun(
+        python=os.path.abspath(python) if python else '', jobs=jobs, progress=_show_progress
+    )
+    if options.update:
+        written, errors = update_goldens(settings, run)
+        for file in written:
+            print(f'wrote {os.path.relpath(file)}')
+        for error in errors:
+            print(f'error: {error}', file=sys.stderr)
+        if not written and not errors:
+            print('nothing changed')
+        return 2 if errors else 0
+    verdicts = check_programs(settings, run)
+    page = write_answers(verdicts, Path(options.out)) if options.out else None
+    print(_answer(options, verdicts, page))
+    return exit_status(verdicts, strict=options.strict)
+
+
+def _show_progress(text: str) -> None:
+    """Shows on a terminal what is compiled."""
+    if sys.stderr.isatty():
+        print(f'compiling {text}', file=sys.stderr)
+
+
+def _answer(options: argparse.Namespace, verdicts: Sequence[Verdict], page: str | None) -> str:
+    from meshwright.checking.document import check_document
+    from meshwright.checking.drawing import check_text
+    from meshwright.checking.markdown import check_markdown
+
+    if options.json:
+        return json.dumps(check_document(verdicts, page))
+    if options.markdown:
+        return check_markdown(verdicts, page or '').rstrip('\n')
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
+    return check_text(verdicts, width)
