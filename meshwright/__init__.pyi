@@ -3,6 +3,9 @@
 from meshwright.auditing import (
     audit as audit,
 )
+from meshwright.checking.document import (
+    check_schema as check_schema,
+)
 from meshwright.checks.asserting import (
     assert_exchanges as assert_exchanges,
     assert_no_implicit_reshard as assert_no_implicit_reshard,

@@ -97,6 +97,7 @@ def test_the_programs_run(page, run_on, tmp_path, monkeypatch, traces):
     'guide',
     [
         'any_jax_program',
+        'check_layouts',
         'export',
         'forecast',
         'layout_tests',

@@ -18,6 +18,8 @@ from partitioning.amounts import share_str
 from partitioning.plan.tables import shape_str
 
 _SAME_FLOPS = 1e-3  # the share by which FLOPs may differ
+# If a loop is written out, the first layer may need no gradient of its input, a third of its FLOPs.
+_OF_ONE_LAYER = 0.4
 _SAME_SHARE = 0.01  # of one kind of arithmetic that may have another type
 
 
@@ -168,11 +170,14 @@ def _flops(before: Record, after: Record) -> Iterator[Difference]:
             for record in (before, after)
         ]
         at = new_places(*lines)
+    same = _SAME_FLOPS
+    if before.loops is not None and after.loops is not None and before.loops != after.loops:
+        same = _OF_ONE_LAYER / max((*before.loops, *after.loops, 2))
     labels = ('FLOPs of the model', 'FLOPs with recomputation')
     pairs = (
         (before.model_flops, after.model_flops),
         (before.program_flops, after.program_flops),
     )
     for label, (was, now) in zip(labels, pairs, strict=True):
-        if was is not None and now is not None and abs(was - now) > _SAME_FLOPS * max(was, now):
+        if was is not None and now is not None and abs(was - now) > same * max(was, now):
             yield of_numbers('computation', label, was, now, 'FLOPs', at)

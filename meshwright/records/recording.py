@@ -154,7 +154,7 @@ def _arrays(held: Sequence[HeldArray], donated: Sequence[bool] | None) -> Iterat
             spec=spec_or_padded_str(array.row.spec),
             bytes_per_device=array.nbytes,
             donated=bool(donated and donated[i]),
-            reason=array.row.reason if any(d.rule for d in array.row.dimensions) else '',
+            reason=', '.join(dict.fromkeys(repr(d.rule) for d in array.row.dimensions if d.rule)),
         )
 
 

@@ -36,11 +36,12 @@ def check_answers(document):
 def schema_of_the_dataclasses():
     """The definitions of the schema, from the fields, annotations and docstrings."""
     definitions = {}
-    _define(answers.Answer, definitions)
+    define_types(answers.Answer, definitions)
     return definitions
 
 
-def _define(kind, definitions):
+def define_types(kind, definitions):
+    """Adds a dataclass and those in it to definitions of a schema; returns its name there."""
     name = kind.__name__.removeprefix('Answer').lower() or 'answer'
     if name in definitions:
         return name
@@ -64,7 +65,7 @@ def _type(kind, definitions):
             return {'anyOf': [*found['allOf'], {'type': 'null'}]}
         return {**found, 'type': [found['type'], 'null']}
     if dataclasses.is_dataclass(kind):
-        return {'allOf': [{'$ref': f'#/$defs/{_define(kind, definitions)}'}]}
+        return {'allOf': [{'$ref': f'#/$defs/{define_types(kind, definitions)}'}]}
     if origin is tuple:
         found = _type(inner[0], definitions)
         return {'type': 'array', 'items': found.get('allOf', [found])[0]}

@@ -1,0 +1,151 @@
+"""Records of programs: what they have, by hand arithmetic, and what is a change and what is not."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from meshwright.records.comparing import compare_records
+from meshwright.records.record import Record
+from meshwright.records.recording import record_call
+
+ROWS, WIDTH, LAYERS = 64, 256, 3
+NOTHING = jax.checkpoint_policies.nothing_saveable
+
+
+@functools.cache
+def mesh():
+    return jax.make_mesh((8,), ('data',), axis_types=(AxisType.Auto,))
+
+
+def struct(shape, *spec, dtype='float32'):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh(), P(*spec)))
+
+
+def make(
+    *,
+    spec=(None, 'data', None),
+    policy=NOTHING,
+    donate=(0,),
+    constrained=True,
+    dtype=jnp.float32,
+    scanned=True,
+):
+    """A step with its arguments, which differs as the settings say."""
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(x, w):
+        x = jnp.tanh((x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32))
+        if constrained:
+            x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P('data', None)))
+        return x, None
+
+    def loss(weights, batch):
+        x = batch
+        if scanned:
+            x, _ = jax.lax.scan(layer, x, weights)
+        else:
+            for i in range(LAYERS):
+                x, _ = layer(x, weights[i])
+        return jnp.mean(x * x)
+
+    def step(weights, batch):
+        value, slopes = jax.value_and_grad(loss)(weights, batch)
+        return weights - 0.1 * slopes, value
+
+    layouts = NamedSharding(mesh(), P(*spec)), NamedSharding(mesh(), P())
+    fn = jax.jit(step, donate_argnums=donate, out_shardings=layouts)
+    return fn, (struct((LAYERS, WIDTH, WIDTH), *spec), struct((ROWS, WIDTH), 'data', None))
+
+
+@functools.cache
+def recorded(**settings):
+    """The record of a step, traced only."""
+    return record_call(*make(**settings), compile=False)[0]
+
+
+def kinds(before, after):
+    return {one.kind for one in compare_records(before, after)}
+
+
+@pytest.mark.smoke
+def test_a_record_has_what_the_code_says_and_a_file_keeps_it():
+    made = recorded()
+    [weights, batch] = made.arguments
+    assert (weights.path, weights.spec, weights.donated) == (
+        'weights',
+        "P(None, 'data', None)",
+        True,
+    )
+    assert weights.bytes_per_device == LAYERS * WIDTH * WIDTH * 4 // 8 and not batch.donated
+    [constraint] = made.constraints
+    assert (constraint.shape, constraint.spec) == ((ROWS, WIDTH), "P('data', None)")
+    assert constraint.count == LAYERS and 'with_sharding_constraint' in constraint.at[0].text
+    assert [c.policy for c in made.checkpoints] == ['nothing_saveable']
+    assert made.loops == (LAYERS,)
+    assert Record.from_json(made.to_json()) == made
+
+
+def test_exchanges_are_those_of_the_compiled_program_by_hand():
+    def forward(weights, batch):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, weights)[0]
+
+    args = struct((LAYERS, WIDTH, WIDTH), None, 'data', None), struct((ROWS, WIDTH), 'data', None)
+    out = NamedSharding(mesh(), P('data', None))
+    made, _ = record_call(jax.jit(forward, out_shardings=out), args)
+    [gathered] = made.exchanges
+    assert (gathered.kind, gathered.axes, gathered.dtype) == ('all-gather', ('data',), 'f32')
+    assert gathered.array == 'weights' and gathered.count == LAYERS
+    assert gathered.bytes == LAYERS * 7 * WIDTH * WIDTH * 4 // 8  # 7 of 8 shards of each layer
+    assert 'jnp.tanh(x @ w)' in gathered.at.text
+
+
+@pytest.mark.parametrize(
+    ('settings', 'expected', 'words'),
+    [
+        ({'spec': (None, None, 'data')}, 'argument', "P(None, None, 'data')"),
+        ({'policy': jax.checkpoint_policies.dots_saveable}, 'checkpoint', 'dots_saveable'),
+        ({'donate': ()}, 'donation', 'donated -> kept'),
+        ({'constrained': False}, 'constraint', 'is gone: layout of 64 x 256 in the code, 3 times'),
+        ({'dtype': jnp.bfloat16}, 'precision', 'bfloat16 -> bfloat16 100%'),
+    ],
+    ids=['layout', 'remat', 'donation', 'constraint', 'dtype'],
+)
+def test_each_kind_of_change_is_reported_with_its_words(settings, expected, words):
+    found = [d for d in compare_records(recorded(), recorded(**settings)) if d.kind == expected]
+    assert any(words in one.line for one in found), found
+    assert all(one.is_of_code for one in found)
+
+
+def test_a_lost_constraint_and_a_type_have_their_lines():
+    [gone] = compare_records(recorded(), recorded(constrained=False))
+    assert 'with_sharding_constraint' in gone.at.text
+    found = compare_records(recorded(), recorded(dtype=jnp.bfloat16))
+    [precision] = [one for one in found if one.kind == 'precision']
+    assert 'astype(dtype) @ w.astype(dtype)' in precision.at.text
+
+
+def test_names_order_and_written_out_layers_are_no_change():
+    assert not compare_records(recorded(), recorded(scanned=False))
+
+    def renamed(record):
+        arguments = [dataclasses.replace(a, path=f'state/{a.path}x') for a in record.arguments]
+        return dataclasses.replace(record, function='other', arguments=tuple(arguments[::-1]))
+
+    assert not compare_records(recorded(), renamed(recorded()))
+    changed = renamed(recorded(spec=(None, None, 'data')))
+    assert kinds(recorded(), changed) >= {'argument'}
+
+
+def test_figures_may_differ_more_if_the_code_says_the_same():
+    made = recorded()
+    for share, expected in ((1.05, set()), (1.08, {'memory'})):
+        assert kinds(made, dataclasses.replace(made, peak=round(made.peak * share))) == expected
+    lost = recorded(constrained=False)
+    more = dataclasses.replace(lost, peak=round(lost.peak * 1.05))
+    assert kinds(made, more) == {'constraint', 'memory'}
+    unknown = dataclasses.replace(made, constraints=None, checkpoints=None, precisions=None)
+    assert not compare_records(unknown, lost)
