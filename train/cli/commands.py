@@ -27,7 +27,7 @@ COMMANDS = {
     ),
     'check': (
         'checking.check',
-        'say what changed in the layouts of your programs, for tests and pull requests',
+        'say what changed in the layouts of your programs',
         '--out=check',
     ),
     'explain': (
