@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from meshwright.checking.verdicts import Verdict
 
 _DESCRIPTION = """\
-Compares the programs of a repository with their golden records: layouts, donation,
-constraints, remat, types, exchanges, memory and time. Names, lines, comments and
-order do not count. pyproject.toml declares the programs:
+Compares the programs of a repository with their golden records: layouts,
+donation, constraints, remat, types, exchanges, memory and time. Names, lines,
+comments and order do not count. pyproject.toml declares the programs:
 
   [tool.meshwright.goldens.train-step]
   function = "layouts:train_step"   # returns step, (state, batch)
   topology = "v5e:4x4"
 
-  {prog} --update          writes goldens/train-step.json; commit it
-  {prog}                   says what changed, and at which line
-  {prog} --out=check       also writes check.json, check.md and forecast.html
+  {prog} --update      writes goldens/train-step.json; commit it
+  {prog}               says what changed, and at which line
+  {prog} --out=check   also writes check.json, check.md and a page
 
-The exit status is 0 if nothing changed, 1 if something did, and 2 if a program could
-not be compared. Figures that only another version of jax or of its compiler moved
-are reported, and are no change, except with --strict.
+The exit status is 0 if nothing changed, 1 if something did, and 2 if a program
+could not be compared. Figures that only another version of jax or of its
+compiler moved are reported, and are no change, except with --strict.
 """
 
 
