@@ -35,6 +35,7 @@ from meshwright.program.collectives import Collective
 
 _SAME = 0.98  # a change that leaves more of what is sent does not save any of it
 _TRUSTED = 0.8  # the share of a proportional estimate below which another one is not believed
+_SMALL = 4096  # bytes of an exchange that is not worth a change, such as of a loss
 # Exchanges in which data moves along several mesh axes at once.
 _ALONG_SEVERAL = ('collective-permute', 'all-to-all')
 
@@ -87,7 +88,37 @@ def advise(
                 needed |= n in near
                 cause = _with_variant(cause, variant, advised, needed=needed)
                 made[n] = c, _of_constraint(cause, variant.change, explanation)
-    return tuple(made)
+    return tuple(
+        (c, _with_need(c, cause, e, advised))
+        for (c, cause), (_, e) in zip(made, pairs, strict=True)
+    )
+
+
+def _with_need(
+    collective: Collective, cause: Cause | None, evidence: Evidence | None, advised: Advised
+) -> Cause | None:
+    """A cause that says whether the mathematics and the layout of the parameters need it."""
+    if cause is None or cause.avoidable or cause.change:
+        return cause
+    needed = collective.total_bytes < _SMALL * collective.count or not cause.suspect
+    needed |= _is_needed(evidence, advised) or _sums_parts(evidence, advised)
+    return dataclasses.replace(cause, needed=needed)
+
+
+def _sums_parts(evidence: Evidence | None, advised: Advised) -> bool:
+    """Whether an exchange sums what the layout of a parameter makes devices compute in parts.
+
+    These are products over a dimension that is sharded, and gradients of parameters that devices
+    along the axes hold in full.
+    """
+    value = evidence.value if evidence is not None else None
+    if evidence is None or value is None or evidence.kind not in ('all-reduce', 'reduce-scatter'):
+        return False
+    axes = {*evidence.axes}
+    if any(dim is not None and axes & {*dim.axes} for dim in value.contracted):
+        return True
+    row = advised.subject.by_path.get(value.gradient_of)
+    return row is not None and not axes & {axis for own in axes_of_row(row) for axis in own}
 
 
 def _nearest(

@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from meshwright.jaxpr.values import Value
 from partitioning.rules import MeshAxes, from_tuple
 
+ASKED = 'the program asks for it with'  # so begins why an exchange exists that somebody has written
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Effect:
@@ -57,6 +59,8 @@ class Cause:
         changes are tried first.
       avoidable: whether a change was found, by formula or by compiling, with which a function of
         the same mathematics and the same layout of parameters does not send it.
+      needed: whether the mathematics and the layout of the parameters need it, as with the gathers
+        of FSDP and the sums of gradients over the batch.
       effect: what the function sends and holds with the change; None if that was not computed.
       all_changes: the changes that may remove it, the most promising first; `change` is the first.
     """
@@ -70,6 +74,7 @@ class Cause:
     confirmed: bool | None = None
     suspect: bool = False
     avoidable: bool = False
+    needed: bool = False
     effect: Effect | None = None
     all_changes: tuple[Change, ...] = ()
 

@@ -19,6 +19,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from meshwright.causes.cause import (
+    ASKED,
     Cause,
     Change,
     ConstraintRemoval,
@@ -29,6 +30,7 @@ from meshwright.causes.cause import (
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.layouts import axes_of_row
 from meshwright.causes.possible_changes import PossibleChanges
+from meshwright.causes.transposed_sums import explain_transposed
 from meshwright.causes.value_graph import lacks
 from meshwright.causes.whole_dimensions import cast_late, written_for, written_otherwise
 from meshwright.causes.wording import in_words, name_dim, say_rows, spec_text, what_makes
@@ -142,9 +144,11 @@ def explain_exchange(evidence: Evidence, possible: PossibleChanges) -> Cause:
         if late:
             why = f'{move.split}, and is gathered in {value.dtype}, but used in a smaller type'
             return move.cause(why, late, asked_for=True, source=late[0].source)
+    if why := explain_transposed(evidence, possible.graph):
+        return move.cause(why, rule='', suspect=False, asked_for=True, source=evidence.made_at)
     if operation in KINDS:  # a program can ask for these by themselves
         return move.cause(
-            f'the program asks for it with jax.lax.{operation}',
+            f'{ASKED} jax.lax.{_written(operation)}',
             rule='',
             suspect=False,
             asked_for=True,
@@ -156,6 +160,11 @@ def explain_exchange(evidence: Evidence, possible: PossibleChanges) -> Cause:
         return _explain_gathered_argument(move)
     causes = (explain(move) for explain in _EXPLANATIONS)
     return next((cause for cause in causes if cause is not None), None) or _needed_otherwise(move)
+
+
+def _written(operation: str) -> str:
+    """The name by which a program asks for an exchange: jax has names of its own for some."""
+    return operation.removesuffix('_invariant').replace('psum2', 'psum')
 
 
 def _explain_gradient(move: Move) -> Cause:

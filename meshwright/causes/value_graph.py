@@ -22,6 +22,7 @@ class ValueGraph:
 
     def __init__(self, traced: TracedValues):
         self.has_backward = any(value.backward for value in traced.values)
+        self.values = traced.values
         self._users: dict[int, list[Value]] = collections.defaultdict(list)
         for value in traced.values:
             for operand in value.operands:

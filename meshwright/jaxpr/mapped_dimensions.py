@@ -112,7 +112,7 @@ def line_of_shard_map(place: Place) -> str:
 
 def lines_of_shard_maps(place: Place) -> tuple[str, ...]:
     """The 'file:line' of the specs of each shard_map around an operation."""
-    return tuple(line_of_shard_map(around) for around in _mapped_around(place))
+    return tuple(line_of_shard_map(around) for around in shard_maps_around(place))
 
 
 def shard_maps_of(block: Block) -> dict[int, Place]:
@@ -138,7 +138,7 @@ def find_mapped_functions(block: Block) -> Iterator[MappedFunction]:
         elif _is_shard_map(step.place):
             moved |= {id(value): step for value in step.outputs}
         if not step.is_border or step.name == TO_LOCAL:
-            for around in _mapped_around(step.place):
+            for around in shard_maps_around(step.place):
                 inside.setdefault(id(around.equation), []).append(step)
     for own in borders.values():
         given = tuple(step for step in own if step.name == TO_LOCAL)
@@ -182,7 +182,7 @@ def _steps_in(block: Block) -> Iterator[Step]:
             yield from _steps_in(body)
 
 
-def _mapped_around(place: Place) -> Iterator[Place]:
+def shard_maps_around(place: Place) -> Iterator[Place]:
     """The places of the shard_maps around an operation, the innermost first."""
     around = place.around
     while around is not None:

@@ -11,7 +11,12 @@ from meshwright.report.figures import hanging, machine_name, source_name
 from meshwright.report.forecasts import Forecast
 from meshwright.report.page.html_tables import plain_table
 from meshwright.report.page.markup import Html, tag
-from meshwright.report.suggestions import SUGGESTED, Suggestion, list_suggestions
+from meshwright.report.suggestions import (
+    SUGGESTED,
+    Suggestion,
+    list_suggestions,
+    nothing_to_change,
+)
 from meshwright.report.tried import tried_text
 from partitioning.amounts import bytes_str
 from partitioning.rules import describe_axes
@@ -171,6 +176,8 @@ def _lines(explained: Explained) -> Iterator[str]:
         if len(suggestions) > SUGGESTED:
             yield f'  and {len(suggestions) - SUGGESTED} more'
         yield ''
+    elif none := nothing_to_change(explained.forecast):
+        yield from ('what to change first', hanging(_WIDTH).fill(none), '')
     for title, rows in zip(titles, (explained.exchanges, explained.buffers), strict=True):
         if title != titles[0]:
             yield ''
@@ -188,6 +195,8 @@ def explained_tables(explained: Explained) -> Html:
     if suggestions := explained.suggestions:
         told = [[tag('code', one.where), one.text] for one in suggestions[:SUGGESTED]]
         parts += [tag('p', tag('b', 'what to change first')), plain_table(('where', 'what'), told)]
+    elif none := nothing_to_change(explained.forecast):
+        parts += [tag('p', tag('b', 'what to change first'), f': {none}')]
     for title, rows in ((exchanges, explained.exchanges), (buffers, explained.buffers)):
         cells = [
             [

@@ -30,7 +30,7 @@ Unit = Literal['bytes', 'FLOPs', 'seconds', 'share', 'text']
 
 MACHINE = 'machine'
 MEMORY = 'memory of a device'
-FORMULA = 'of it, by formula'
+FORMULA = 'estimated without the compiler'
 COMPUTATION = 'computation of a device'
 SENT = 'sent by a device per call'
 TIME = 'time of a call'
@@ -259,7 +259,9 @@ def _memory(forecast: Forecast) -> Iterator[Figure]:
     yield Figure(MEMORY, 'temporaries', memory.temporaries, 'bytes', 'compiler')
     yield Figure(FORMULA, 'gradients', memory.gradients or None, 'bytes')
     yield Figure(FORMULA, 'activations', memory.activations or None, 'bytes')
-    yield Figure(FORMULA, 'peak', memory.analytic_peak or None, 'bytes')
+    if forecast.back_end != 'none':  # otherwise it is the one above
+        label = 'peak (the one above counts)'
+        yield Figure(FORMULA, label, memory.analytic_peak or None, 'bytes')
 
 
 def _computation(forecast: Forecast) -> Iterator[Figure]:

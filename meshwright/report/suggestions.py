@@ -17,9 +17,10 @@ import dataclasses
 from collections.abc import Iterator
 
 from meshwright.causes import Cause
-from meshwright.causes.cause import JoinedChange, LayoutChange, StateChange
+from meshwright.causes.cause import ASKED, JoinedChange, LayoutChange, StateChange
 from meshwright.report.forecasts import Forecast, ForecastFinding
 from meshwright.report.tried import tried_text
+from partitioning.amounts import bytes_str, share_str
 
 SUGGESTED = 3  # so many are shown
 _MUCH = 0.02  # the share of what a device sends
@@ -57,6 +58,30 @@ def list_suggestions(forecast: Forecast) -> tuple[Suggestion, ...]:
             found.append(one)
             places.add(one.where)
     return tuple(found)
+
+
+def nothing_to_change(forecast: Forecast) -> str:
+    """Says of a forecast without suggestions whether its exchanges are needed; '' if not known."""
+    causes = [(c, cause) for c, cause in forecast.collectives if cause is not None]
+    if not causes:
+        return ''
+    still_open = [(c, cause) for c, cause in causes if not cause.needed]
+    if not still_open:
+        written = any(cause.why.startswith(ASKED) for _, cause in causes)
+        own = ', or the program asks for it itself' if written else ''
+        return f'nothing: the mathematics and the layout of the parameters need every exchange{own}'
+    total = sum(c.total_bytes for c, _ in causes)
+    nbytes = sum(c.total_bytes for c, _ in still_open)
+    largest, cause = max(still_open, key=lambda pair: pair[0].total_bytes)
+    count = 'an exchange' if len(still_open) == 1 else f'{len(still_open):,} exchanges'
+    at = f' at {cause.source}' if cause.source else ''
+    them = 'it' if len(still_open) == 1 else 'them'
+    which = 'it is' if len(still_open) == 1 else 'the largest is'
+    return (
+        f'nothing that was tried helps; of {count} with {bytes_str(nbytes)} '
+        f'({share_str(nbytes / total)} of what a device sends) it is open whether anything needs '
+        f'{them}: {which} the {largest.kind} over {", ".join(largest.axes)} of {cause.array}{at}'
+    )
 
 
 def _of_exchanges(forecast: Forecast) -> Iterator[tuple[int, Suggestion]]:

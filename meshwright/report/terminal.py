@@ -17,7 +17,7 @@ from meshwright.report.figures import (
     verdict,
 )
 from meshwright.report.forecasts import Forecast, Replicated
-from meshwright.report.suggestions import SUGGESTED, list_suggestions
+from meshwright.report.suggestions import SUGGESTED, list_suggestions, nothing_to_change
 from meshwright.report.time_words import range_sentence
 from meshwright.report.tried import tried_text
 from partitioning.amounts import bytes_str
@@ -112,6 +112,8 @@ def _suggestions(forecast: Forecast) -> Iterator[str]:
     yield from map(str, found[:SUGGESTED])
     if len(found) > SUGGESTED:
         yield f'and {len(found) - SUGGESTED} more'
+    if not found and (none := nothing_to_change(forecast)):
+        yield none
 
 
 def _replicated(forecast: Forecast) -> Iterator[str]:

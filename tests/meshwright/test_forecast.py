@@ -184,7 +184,7 @@ def test_the_table_fits_into_a_terminal(on_cpus, elsewhere):
         ('train_step', 'v5p:4x4x4'),
         ('  limit', '95.73 GiB'),
         ('memory of a device', 'jaxlib .* \\(CPU\\)'),
-        ('of it, by formula', 'jaxpr and layouts'),
+        ('estimated without the compiler', 'jaxpr and layouts'),
         ('computation of a device', 'jaxpr'),
     ):
         assert re.search(f'^{label} +{shown}$', alone, re.MULTILINE), label
