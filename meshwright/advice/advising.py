@@ -51,8 +51,9 @@ def advise(
     """
     pairs = list(zip(explanation.collectives, explanation.evidence, strict=True))
     made = [(c, _without_changes(c, cause, e, advised)) for (c, cause), e in pairs]
-    taken = {n for n, (_, cause) in enumerate(made) if _is_told(cause)}
     order = sorted(range(len(pairs)), key=lambda n: -pairs[n][0][0].total_bytes)
+    _add_confirmed(made, order, advised)
+    taken = {n for n, (_, cause) in enumerate(made) if _is_told(cause)}
     variants = advised.variants
     if taken:  # what moves parameters only works around an operation that should be written anew
         variants = tuple(v for v in variants if v.candidate.keeps_layout or v.compiled is not None)
@@ -92,6 +93,27 @@ def advise(
         (c, _with_need(c, cause, e, advised))
         for (c, cause), (_, e) in zip(made, pairs, strict=True)
     )
+
+
+def _add_confirmed(
+    made: list[tuple[Collective, Cause | None]], order: Sequence[int], advised: Advised
+) -> None:
+    """Says of the largest exchange over its axes what was compiled, and is of no exchange alone.
+
+    Such as one of two sums that the compiler makes together.
+    """
+    for told in advised.told:
+        texts = {cause.change for _, cause in made if cause is not None}
+        if not told.confirmed or str(told.change) in texts:
+            continue
+        for n in order:
+            collective, cause = made[n]
+            if cause is None or _is_told(cause) or not {*collective.axes} & {*told.axes}:
+                continue
+            found = told.explain(cause)
+            why = f'{cause.why}; {told.why}'
+            made[n] = collective, dataclasses.replace(found, why=why, avoidable=False)
+            break
 
 
 def _with_need(

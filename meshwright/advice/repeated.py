@@ -26,7 +26,8 @@ from meshwright.causes.evidence import Evidence
 from meshwright.jaxpr import TracedProgram
 from meshwright.jaxpr.implied_exchanges import KINDS, exchange_axes
 from meshwright.jaxpr.primitives import ELEMENTWISE, MOVES, names_in
-from meshwright.jaxpr.values import Axes, Block, Step, Value, carries, ties
+from meshwright.jaxpr.values import Axes, Block, Step, Value, carries, is_backward, ties
+from meshwright.jaxpr.varying import Varying
 from meshwright.program.collectives import RING_SHARES, Collective
 from meshwright.user_lines import user_line
 from partitioning.amounts import bytes_str
@@ -52,6 +53,7 @@ class Repeated(Told):
       count: how often it is executed at least, if it is repeated as the program is compiled.
       effect: what the function sends and holds without the repetitions of its line, by formula.
       edit: the change of the trace that tries it.
+      backward: whether it is a part of a backward pass.
     """
 
     kinds: frozenset[str]
@@ -60,6 +62,12 @@ class Repeated(Told):
     count: int
     effect: Effect
     edit: LaterSum | EarlyStep | NeedlessSum
+    backward: bool
+
+    @property
+    def is_of_equals(self) -> bool:
+        """Whether it is a sum of what all devices have already."""
+        return not isinstance(self.edit, LaterSum | EarlyStep)
 
     def is_of(self, collective: Collective, evidence: Evidence | None) -> bool:
         if collective.kind not in self.kinds or not {*collective.axes} <= {*self.axes}:
@@ -70,7 +78,9 @@ class Repeated(Told):
             return self.line == collective.source
         if evidence.value is not None and shape_of(evidence.value) != self.shape:
             return False
-        return self.line == (collective.source or evidence.made_at)
+        if evidence.path and is_backward(evidence.path) != self.backward:
+            return False
+        return self.line in (collective.source, evidence.made_at)
 
 
 def find_repeated(
@@ -214,31 +224,49 @@ class _Search:
         return one, made.params.get('number', number)
 
     def sums(self, block: Block, times: int) -> Iterator[Repeated]:
-        """The sums over devices of what is a sum over them already."""
+        """The sums over devices of what all of them have already."""
         for step in block.steps:
             for body in step.bodies:
                 yield from self.sums(body, times * step.times)
-            if step.name not in _SUMS:
+            if step.name not in _SUMS or step.params.get('axis_index_groups'):
                 continue
             for number, value in enumerate(step.inputs):
-                first = self._summed_before(value, {*exchange_axes(step)})
-                if first is None or value.shard_bytes(self.laid_out.axis_sizes) < _LEAST:
+                if value.shard_bytes(self.laid_out.axis_sizes) < _LEAST or not value.manual:
                     continue
-                axes = over(exchange_axes(step))
-                yield self._made(
-                    dataclasses.replace(step, inputs=[value]),
-                    saved=self._bytes(step) * times,
-                    held=0,
-                    why=(
-                        f'the array is summed over {axes} at {_line(first)} already, so that all '
-                        'devices have the same'
-                    ),
-                    text=(
-                        f'leave out the {step.name} over {axes} at {_line(step)}: a mean of equal '
-                        'arrays is the array, and a sum multiplies it by the number of devices'
-                    ),
-                    edit=NeedlessSum(step.place.equation, step.params.get('number', number)),
-                )
+                first = self._summed_before(value, {*exchange_axes(step)})
+                # What jax sums in a backward pass is only needless without check_vma=False.
+                is_same = not {*exchange_axes(step)} & self.varying.axes_of(value)
+                if first is not None or (is_same and not step.place.is_backward):
+                    yield self._needless(step, number, first, times)
+
+    def _needless(self, step: Step, number: int, first: Step | None, times: int) -> Repeated:
+        axes, line = over(exchange_axes(step)), _line(step)
+        why = (
+            f'nothing from which the array is computed differs along {axes}, so that all devices '
+            'have the same'
+        )
+        text = (
+            f'leave out the psum or pmean over {axes} at {line}: a mean of equal arrays is the '
+            'array, and a sum multiplies it by the number of devices'
+        )
+        if first is not None:
+            why = (
+                f'the array is summed over {axes} at {_line(first)} already, so that all devices '
+                'have the same'
+            )
+        return self._made(
+            dataclasses.replace(step, inputs=[step.inputs[number]]),
+            saved=self._bytes(step) * times,
+            held=0,
+            why=why,
+            text=text,
+            edit=NeedlessSum(step.place.equation, step.params.get('number', number)),
+        )
+
+    @functools.cached_property
+    def varying(self) -> Varying:
+        """Along which axes the devices have different arrays."""
+        return Varying(self.laid_out.block)
 
     def _summed_before(self, value: Value, axes: set[str]) -> Step | None:
         """The sum over some mesh axes that a value is a copy or a multiple of, or None."""
@@ -280,6 +308,7 @@ class _Search:
             axes=tuple(sorted(exchange_axes(step))),
             shape=shape_of(step.inputs[0]),
             edit=edit,
+            backward=step.place.is_backward,
             effect=Effect(sent=(self.sends, sends), peak=(peak, peak + held)),
         )
 

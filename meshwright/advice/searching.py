@@ -131,6 +131,9 @@ def find_variants(
     pins: tuple[Candidate, ...] = ()
     if is_editable and base.is_far_below(sends):
         pins = (*find_pins(around, explanation), *_other_layouts(around, base, sends, estimate))
+    specs = find_missing_specs(laid_out, mesh)
+    lacking = {axis for one in specs for axis in one.axes}
+    repeated = find_repeated(laid_out, base, sends, chip)
     return Advised(
         base=base,
         variants=tuple(variants),
@@ -141,8 +144,9 @@ def find_variants(
         rows_axes=around.rows_axes,
         told=(
             *find_gathered_results(call, explanation, base.peak, subject.returned),
-            *find_repeated(laid_out, base, sends, chip),
-            *_with_effects(find_missing_specs(laid_out, mesh), subject, base, sends, laid_out),
+            *_with_effects(specs, subject, base, sends, laid_out),
+            # Where specs lack an axis, devices have the same for that reason.
+            *(one for one in repeated if not (one.is_of_equals and {*one.axes} <= lacking)),
             *find_misfits(*known),
             *find_uneven(*known),
         ),

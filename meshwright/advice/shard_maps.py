@@ -33,11 +33,13 @@ from meshwright.jaxpr.mapped_dimensions import (
     lines_of_shard_maps,
     shard_maps_of,
 )
+from meshwright.jaxpr.primitives import names_in
 from meshwright.jaxpr.values import Axes, Block, Value
 from meshwright.program.collectives import Collective
 from partitioning.rules import from_tuple, spec_str
 
 Specs = Mapping[int, tuple[Axes, ...]]
+_SUMS = names_in('psum psum2 psum_invariant')
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,15 +65,28 @@ class WholeShardMap:
         """The 'file:line' of its specs."""
         return self.mapped.line
 
+    def which_spec(self, where: str) -> str:
+        """Says which spec lacks the axis.
+
+        Args:
+          where: the shard_map, in words: 'this shard_map'.
+        """
+        names = [self.mapped.names[n] for n in self.given] if self.mapped.names else []
+        if not self.mapped.has_spec(self.axis):
+            return f'no spec of {where}'
+        return f'in {where}, no spec of {" and ".join(names) or "an argument"}'
+
     def what_to_write(self) -> str:
         """The specs, in words: "P('data', 'model') in in_specs and out_specs"."""
         specs = {*self.given.values(), *self.made.values()}
         inputs, outputs = self.mapped.equation.invars, self.mapped.made
         if len(specs) == 1 and len(self.given) == len(inputs) and len(self.made) == len(outputs):
             return f'{_spec(specs.pop())} in in_specs and out_specs'
+        shapes = [tuple(variable.aval.shape) for variable in inputs]
+        names = self.mapped.names or [f'the arguments of shape {shape}' for shape in shapes]
         parts = [
-            *_said(self.given, self.mapped.names, 'in_specs', len(inputs)),
-            *_said(self.made, (), 'out_specs', len(outputs)),
+            *_said(self.given, names, 'in_specs', len(inputs)),
+            *_said(self.made, [], 'out_specs', len(outputs)),
         ]
         return ', and '.join(parts)
 
@@ -79,9 +94,9 @@ class WholeShardMap:
 def _said(specs: Specs, names: Sequence[str], where: str, count: int) -> Iterator[str]:
     for spec in dict.fromkeys(specs.values()):
         numbers = [n for n, one in specs.items() if one == spec]
-        told = [names[n] if n < len(names) else f'number {n}' for n in numbers]
+        told = list(dict.fromkeys(names[n] for n in numbers if n < len(names)))
         told = told if len(told) < 4 else [told[0], f'{len(told) - 1} more']
-        which = f' for {" and ".join(told)}' if count > 1 else ''
+        which = f' for {" and ".join(told)}' if count > 1 and told else ''
         yield f'{_spec(spec)} in {where}{which}'
 
 
@@ -101,16 +116,36 @@ def find_whole_shard_maps(
     """
     for mapped in find_mapped_functions(block):
         for axis in sizes:
-            if mapped.uses(axis):
-                continue
             for border, value in zip(mapped.given, mapped.before, strict=True):
                 lost = [d for d, own in enumerate(value.axes) if axis in (own or ())]
-                if not lost or value.argument in weights:
+                if not lost or value.argument in weights or axis not in mapped.given_axes:
+                    continue
+                if any(axis in (own or ()) for own in border.inputs[0].axes):
                     continue
                 found = divide_shard_map(mapped, axis, border.outputs[0], lost[0], sizes)
+                found = found or _divide_sums(mapped, axis)
                 if found is not None:
                     yield found
                     break
+
+
+def _divide_sums(mapped: MappedFunction, axis: str) -> WholeShardMap | None:
+    """What to write if the devices along an axis have the same, and add it up or average it.
+
+    As in data parallel training whose specs of the batch lack the axis.
+    """
+    exchanges = list(mapped.exchanges(axis))
+    if mapped.has_spec(axis) or not exchanges or any(s.name not in _SUMS for s in exchanges):
+        return None
+    given = {
+        border.params['number']: tuple(
+            tuple(axes or ()) if axes and axis in axes else tuple(own or ())
+            for axes, own in zip(value.axes, border.inputs[0].axes, strict=True)
+        )
+        for border, value in zip(mapped.given, mapped.before, strict=True)
+        if any(axis in (own or ()) for own in value.axes)
+    }
+    return WholeShardMap(mapped, axis, given, {}, tuple(_whole(mapped, axis)))
 
 
 def divide_shard_map(
@@ -128,6 +163,9 @@ def divide_shard_map(
     group = mapped.independent(part, d)
     if group is None:
         return None
+    for step in mapped.exchanges(axis):
+        if any(id(value) in group for value in (*step.inputs, *step.outputs)):
+            return None
     specs: list[dict[int, tuple[Axes, ...]]] = []
     for borders, is_given in ((mapped.given, True), (mapped.made, False)):
         own = dict[int, tuple[Axes, ...]]()
@@ -136,7 +174,7 @@ def divide_shard_map(
             whole, local = (whole, local) if is_given else (local, whole)
             if (e := group.get(id(local))) is None:
                 continue
-            if local.shape[e] % sizes[axis]:
+            if local.shape[e] % sizes[axis] or any(axis in (axes or ()) for axes in whole.axes):
                 return None
             own[border.params['number']] = tuple(
                 (*(axes or ()), axis) if n == e else axes or () for n, axes in enumerate(whole.axes)
@@ -148,8 +186,10 @@ def divide_shard_map(
 
 
 def _whole(mapped: MappedFunction, axis: str) -> Iterator[Value]:
-    for value in mapped.before:
-        if any(axis in (own or ()) for own in value.axes):
+    """The arguments that are sharded along an axis before, and not inside."""
+    for border, value in zip(mapped.given, mapped.before, strict=True):
+        kept = {a for own in border.inputs[0].axes for a in own or ()}
+        if axis not in kept and any(axis in (own or ()) for own in value.axes):
             yield value
 
 
@@ -202,7 +242,11 @@ def find_missing_specs(laid_out: TracedProgram, mesh: Mesh) -> tuple[MissingSpec
 def _missing(
     line: str, axis: str, found: Sequence[WholeShardMap], mesh: Mesh, equations: frozenset[int]
 ) -> MissingSpec:
-    first = found[0]
+    first, trial = found[0], None
+    if not any(one.mapped.has_spec(axis) for one in found):
+        trial = functools.partial(
+            _try_specs, axis=axis, found=tuple(found), equations=equations, mesh=mesh
+        )
     value, others = first.whole[0], len(first.whole) - 1
     held = spec_text([own or () for own in value.axes])
     more = f', and {others} more' if others else ''
@@ -214,13 +258,11 @@ def _missing(
             source=line, text=f'in the shard_map at {line}, write {first.what_to_write()}'
         ),
         why=(
-            f'no spec of the shard_map at {line} uses {over([axis])}, so it gathers {value.shape} '
-            f'as {held}{more}, and all {mesh.shape[axis]} devices along {over([axis])} compute the '
-            'same'
+            f'{first.which_spec(f"the shard_map at {line}")} uses {over([axis])}, so it gathers '
+            f'{value.shape} as {held}{more}, and all {mesh.shape[axis]} devices along '
+            f'{over([axis])} compute the same'
         ),
-        trial=functools.partial(
-            _try_specs, axis=axis, found=tuple(found), equations=equations, mesh=mesh
-        ),
+        trial=trial,
     )
 
 

@@ -14,6 +14,7 @@ from meshwright.advice.measuring import Key
 from meshwright.causes.cause import Cause, CodeChange, Effect
 from meshwright.causes.evidence import Evidence
 from meshwright.jax_private import TracedCall
+from meshwright.jaxpr.values import Axes
 from meshwright.program.collectives import Collective
 
 
@@ -23,6 +24,7 @@ class Told(abc.ABC):
 
     Attributes:
       line: the user's line; '' if it has none.
+      axes: the mesh axes.
       array: the array, in words; '' for the array of the exchange.
       why: why it exchanges data.
       change: what to write.
@@ -33,6 +35,7 @@ class Told(abc.ABC):
     """
 
     line: str = ''
+    axes: Axes = ()
     array: str = ''
     why: str
     change: CodeChange

@@ -30,7 +30,7 @@ from meshwright.causes.cause import (
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.layouts import axes_of_row
 from meshwright.causes.possible_changes import PossibleChanges
-from meshwright.causes.transposed_sums import explain_transposed
+from meshwright.causes.transposed_sums import UNCHECKED, explain_transposed
 from meshwright.causes.value_graph import lacks
 from meshwright.causes.whole_dimensions import cast_late, written_for, written_otherwise
 from meshwright.causes.wording import in_words, name_dim, say_rows, spec_text, what_makes
@@ -145,7 +145,8 @@ def explain_exchange(evidence: Evidence, possible: PossibleChanges) -> Cause:
             why = f'{move.split}, and is gathered in {value.dtype}, but used in a smaller type'
             return move.cause(why, late, asked_for=True, source=late[0].source)
     if why := explain_transposed(evidence, possible.graph):
-        return move.cause(why, rule='', suspect=False, asked_for=True, source=evidence.made_at)
+        suspect, at = UNCHECKED in why, evidence.made_at
+        return move.cause(why, rule='', suspect=suspect, asked_for=True, source=at)
     if operation in KINDS:  # a program can ask for these by themselves
         return move.cause(
             f'{ASKED} jax.lax.{_written(operation)}',

@@ -22,6 +22,7 @@ from meshwright.jaxpr.values import Axes, Place, Step, Value, is_backward
 from meshwright.jaxpr.writing_out import spec_axes
 from partitioning.products.flops import open_jaxpr
 
+UNCHECKED = 'with check_vma=False'  # jax then does not know which arrays are equal
 _SUMS = names_in('psum psum2 psum_invariant')
 
 
@@ -60,8 +61,8 @@ def explain_transposed(evidence: Evidence, graph: ValueGraph) -> str:
         )
     at = f' at {made.line}' if made is not None and made.line else ''
     return (
-        f"jax's transpose of the psum{at} sums {what_is(value)} over {axes}: with check_vma=False, "
-        'jax transposes each psum to a psum'
+        f"jax's transpose of the psum{at} sums {what_is(value)} over {axes}: {UNCHECKED}, jax "
+        'transposes each psum to a psum, even if all devices have the same'
     )
 
 

@@ -51,8 +51,9 @@ def _finding(facts: ProgramFacts, one: WholeShardMap, why: str) -> Finding:
         'warning',
         'whole shard_map',
         one.line,
-        f'no spec of this shard_map{called} has {one.axis!r}, so it {why}, and the {size} devices '
-        f'along {one.axis!r} compute the same {type_str(made)}: write {one.what_to_write()}',
+        f'{one.which_spec(f"this shard_map{called}")} has {one.axis!r}, so it {why}, and the '
+        f'{size} devices along {one.axis!r} compute the same {type_str(made)}: write '
+        f'{one.what_to_write()}',
     )
 
 

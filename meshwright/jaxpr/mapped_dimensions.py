@@ -72,16 +72,22 @@ class MappedFunction:
 
     def uses(self, axis: str) -> bool:
         """Whether its devices differ along a mesh axis: by a spec, by an exchange or by number."""
+        return self.has_spec(axis) or any(True for _ in self.exchanges(axis))
+
+    def has_spec(self, axis: str) -> bool:
+        """Whether a spec has a mesh axis, or the axis is automatic inside."""
         if axis not in self.given_axes:
-            return True  # the axis is automatic inside
-        borders = [step.inputs[0] for step in self.given] + [step.outputs[0] for step in self.made]
-        if any(axis in (own or ()) for value in borders for own in value.axes):
             return True
-        return any(
-            axis in exchange_axes(step) or step.params.get('axis_name') == axis
-            for step in self.steps
-            if step.name not in _MARKS
-        )
+        borders = [step.inputs[0] for step in self.given] + [step.outputs[0] for step in self.made]
+        return any(axis in (own or ()) for value in borders for own in value.axes)
+
+    def exchanges(self, axis: str) -> Iterator[Step]:
+        """The operations inside that name a mesh axis, such as sums and the number of a device."""
+        for step in self.steps:
+            if step.name not in _MARKS and (
+                axis in exchange_axes(step) or step.params.get('axis_name') == axis
+            ):
+                yield step
 
     @property
     def given_axes(self) -> frozenset[str]:
@@ -222,6 +228,9 @@ class _Group:
             return
         values = (*step.inputs, *step.outputs)
         if not any(id(value) in self._found for value in values):
+            return
+        if step.name == 'iota':  # what is computed depends on the position
+            self._is_split = False
             return
         factors = find_factors(step)
         arrays = (*factors.inputs, *factors.outputs)

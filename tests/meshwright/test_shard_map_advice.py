@@ -1,0 +1,185 @@
+"""Advice on shard_maps and their sums: a change does what the mended program does."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from plain_steps import line_of
+
+from meshwright import explain, forecast, lint
+
+D, F, ROWS, STEPS = 64, 256, 64, 4
+
+
+@functools.cache
+def make_mesh(**axes):
+    types = (AxisType.Auto,) * len(axes)
+    return Mesh(np.reshape(jax.devices(), [*axes.values()]), [*axes], axis_types=types)
+
+
+def struct(mesh, shape, *spec):
+    return jax.ShapeDtypeStruct(shape, 'float32', sharding=NamedSharding(mesh, P(*spec)))
+
+
+def sent(made):
+    return sum(c.total_bytes for c, _ in made.collectives)
+
+
+def rows_that_lack_their_axis(fault):
+    """Data parallel: the specs of the batch lack 'data', and all devices average the same."""
+    mesh = make_mesh(data=8)
+    rows = P() if fault else P('data')
+
+    def gradients(w, x, y):
+        def loss(w):
+            return ((jnp.tanh(x @ w['up']) @ w['down'] - y) ** 2).mean()
+
+        return jax.lax.pmean(jax.grad(loss)(w), 'data')
+
+    def step(w, x, y):
+        about = {'in_specs': (P(), rows, rows), 'out_specs': P(), 'check_vma': False}
+        g = jax.shard_map(gradients, mesh=mesh, **about)(w, x, y)
+        return jax.tree.map(lambda a, b: a - b, w, g)
+
+    w = {'up': struct(mesh, (D, F)), 'down': struct(mesh, (F, D))}
+    x = struct(mesh, (16 * ROWS, D), 'data')
+    return jax.jit(step, donate_argnums=0), w, x, x
+
+
+def a_loop_over_automatic_axes(fault):
+    """Microbatches in a shard_map over 'data' only, whose gradients are summed in each of them."""
+    mesh = make_mesh(data=4, model=2)
+
+    def gradients(w, x):
+        def loss(w, x):
+            return (jnp.tanh(x @ w['up']) @ w['down']).mean()
+
+        def mean(g):
+            return jax.tree.map(lambda a: jax.lax.psum(a, 'data') / 4, g)
+
+        def body(i, total):
+            g = jax.grad(loss)(w, x.reshape(STEPS, -1, D)[i])
+            return jax.tree.map(jnp.add, total, mean(g) if fault else g)
+
+        total = jax.lax.fori_loop(0, STEPS, body, jax.tree.map(jnp.zeros_like, w))
+        return total if fault else mean(total)
+
+    def step(w, x):
+        about = {'in_specs': (P(), P('data')), 'out_specs': P(), 'axis_names': {'data'}}
+        g = jax.shard_map(gradients, mesh=mesh, check_vma=False, **about)(w, x)
+        return jax.tree.map(lambda a, b: a - b, w, g)
+
+    w = {'up': struct(mesh, (D, F), None, 'model'), 'down': struct(mesh, (F, D), 'model')}
+    return jax.jit(step, donate_argnums=0), w, struct(mesh, (ROWS, D), 'data')
+
+
+def an_average_of_what_is_equal(fault):
+    """A moving average of the parameters, which all devices have, is averaged over them."""
+    mesh = make_mesh(data=8)
+
+    def update(w, average, x):
+        g = jax.lax.pmean(jax.grad(lambda w: jnp.tanh(x @ w).mean())(w), 'data')
+        w = w - g
+        average = 0.9 * average + 0.1 * w
+        return w, jax.lax.pmean(average, 'data') if fault else average
+
+    def step(w, average, x):
+        about = {'in_specs': (P(), P(), P('data')), 'out_specs': (P(), P()), 'check_vma': False}
+        return jax.shard_map(update, mesh=mesh, **about)(w, average, x)
+
+    w = struct(mesh, (D, F))
+    return jax.jit(step, donate_argnums=(0, 1)), w, w, struct(mesh, (ROWS, D), 'data')
+
+
+FAULTS = {
+    rows_that_lack_their_axis: ('jax.shard_map(gradients', "write P('data', None) in in_specs for"),
+    a_loop_over_automatic_axes: ("jax.lax.psum(a, 'data')", 'write it once for the total after'),
+    an_average_of_what_is_equal: ("pmean(average, 'data')", 'leave out the psum or pmean'),
+}
+
+
+@pytest.mark.parametrize('make', FAULTS, ids=lambda make: make.__name__)
+def test_a_change_does_what_the_mended_program_does(make):
+    text, words = FAULTS[make]
+    made, mended = forecast(*make(True), confirm=True), forecast(*make(False))
+    causes = [cause for _, cause in made.collectives if cause is not None and cause.avoidable]
+    assert causes and all(cause.confirmed and words in cause.change for cause in causes)
+    assert all(cause.source.endswith(line_of(make, text)) for cause in causes)
+    assert causes[0].effect.sent == (sent(made), pytest.approx(sent(mended), rel=0.01))
+    assert causes[0].effect.peak[1] == pytest.approx(mended.memory.peak, rel=0.02)
+    told = str(explain(*make(False)))
+    assert 'what to change first\n  nothing: ' in told and not lint(*make(False), compile=False)
+
+
+def ring(fault):
+    """Attention in a ring of keys; with the fault, each device has the queries of all devices."""
+    mesh = make_mesh(data=2, sp=4)
+    rows = P('data', 'sp')
+
+    def attend(q, k):
+        def body(carry, _):
+            k, total = carry
+            total = total + jnp.einsum('bqd,bkd->bqk', q, k).sum(-1)
+            return (jax.lax.ppermute(k, 'sp', [(i, (i + 1) % 4) for i in range(4)]), total), None
+
+        return jax.lax.scan(body, (k, jnp.zeros(q.shape[:2])), None, length=4)[0][1]
+
+    def step(w, x):
+        queries = P('data') if fault else rows
+        about = {'in_specs': (queries, rows), 'out_specs': queries, 'check_vma': False}
+        return jax.shard_map(attend, mesh=mesh, **about)(jnp.einsum('bsd,de->bse', x, w), x)
+
+    return jax.jit(step), struct(mesh, (D, D)), struct(mesh, (4, ROWS, D), 'data', 'sp')
+
+
+def test_one_argument_of_a_ring_whose_spec_lacks_the_axis_of_the_ring():
+    (finding,) = lint(*ring(True), compile=False)
+    assert finding.kind == 'whole shard_map'
+    assert finding.where.endswith(line_of(ring, 'jax.shard_map(attend'))
+    assert "no spec of q has 'sp'" in finding.message
+    assert "write P('data', 'sp', None) in in_specs for q, and P('data', 'sp') in out_specs" in (
+        finding.message
+    )
+    assert not lint(*ring(False), compile=False)
+
+
+def by_hand(check_vma):
+    """Two layers with column- and row-parallel products in a shard_map, trained."""
+    mesh = make_mesh(data=2, model=4)
+
+    def layer(x, scale, up, down):
+        return jax.lax.psum(jnp.tanh((x * scale) @ up) @ down, 'model')
+
+    specs = P('data'), P(), P(None, 'model'), P('model')
+    mapped = jax.shard_map(
+        layer, mesh=mesh, in_specs=specs, out_specs=P('data'), check_vma=check_vma
+    )
+
+    def step(w, x):
+        def loss(w):
+            h = x
+            for one in w:
+                h = h + mapped(h, *one)
+            return (h**2).mean()
+
+        return jax.tree.map(lambda a, g: a - g, w, jax.grad(loss)(w))
+
+    one = struct(mesh, (D,)), struct(mesh, (D, F), None, 'model'), struct(mesh, (F, D), 'model')
+    return jax.jit(step, donate_argnums=0), [one, one], struct(mesh, (ROWS, D), 'data')
+
+
+@pytest.mark.parametrize('check_vma', [True, False])
+def test_sums_that_jax_makes_are_not_called_the_program_s(check_vma):
+    explained = explain(*by_hand(check_vma))
+    assert not explained.suggestions
+    whys = [row.why for row in explained.exchanges if row.kind == 'all-reduce']
+    backward = [why for why in whys if "jax's transpose of" in why]
+    assert backward and not any('the program asks' in why for why in backward)
+    forward = [why for why in whys if why.startswith('the program asks for it with jax.lax.psum')]
+    assert forward and not any('invariant' in why for why in whys)
+    assert any('transpose of the psum at' in why for why in whys) != check_vma
+    shape = f'its argument of shape ({ROWS}, {D})'
+    assert any(shape in why for why in whys) != check_vma
