@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from meshwright.program.hlo_text import Computation, HloProgram, Instruction, numbers_in
+from meshwright.program.overlap import products_meanwhile
 from meshwright.program.visits import Visit
 
 # The bytes that a device sends in a ring of n devices, as a multiple of its operand: the share of
@@ -46,6 +47,8 @@ class Collective:
       instruction: its name in the program.
       places: where the devices of its first group are along `axes`, as numbers of the devices there
         in the order of the mesh; empty if the group has all of them.
+      flops_meanwhile: the FLOPs of the products that the program is known to compute while one
+        execution runs: of asynchronous 'collective-permute's, into which compilers cut exchanges.
     """
 
     kind: str
@@ -60,6 +63,7 @@ class Collective:
     asynchronous: bool | None = False
     instruction: str = ''
     places: tuple[int, ...] = ()
+    flops_meanwhile: float = 0.0
 
     @property
     def total_bytes(self) -> float:
@@ -221,6 +225,9 @@ def _describe(
         asynchronous=overlaps or instruction.opcode.endswith('-start') or network == 'dcn',
         instruction=instruction.name,
         places=places,
+        flops_meanwhile=products_meanwhile(program, instruction, inside)
+        if instruction.opcode == 'collective-permute-start'
+        else 0.0,
     )
 
 

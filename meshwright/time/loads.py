@@ -18,9 +18,11 @@ class ExchangeLoad:
       name: what they are, for people: 'all-gather over fsdp (ICI)'.
       slow: whether they cross the network between slices or hosts.
       seconds: their time at the peak rate of the links.
-      count: the number of executions in one step.
+      count: the number of executions in one step whose start nothing is known to hide.
       phases: the phases of their rings between slices or hosts, in all executions.
       hops: the number of links that data passes one after another, in all executions.
+      covered: the seconds of products at the peak rate that the program computes meanwhile, at most
+        as long as each exchange, where its schedule is known.
     """
 
     name: str
@@ -29,6 +31,7 @@ class ExchangeLoad:
     count: int = 0
     phases: int = 0
     hops: int = 0
+    covered: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +81,12 @@ def find_loads(work: Work, machine: Machine) -> Loads:
         axes = ', '.join(collective.axes) or f'{collective.group_size} devices'
         name = f'{collective.kind} over {axes} ({between if slow else fast})'
         load = exchanges.setdefault(name, ExchangeLoad(name=name, slow=slow))
-        load.seconds += time_exchange(collective, links, machine) * collective.count
+        seconds = time_exchange(collective, links, machine)
+        load.seconds += seconds * collective.count
+        meanwhile = collective.flops_meanwhile / peak
+        load.covered += min(seconds, meanwhile) * collective.count
+        if 0 < seconds <= meanwhile:
+            continue
         load.count += collective.count
         load.phases += _phases(collective, links) * collective.count
         load.hops += links.hops * collective.count

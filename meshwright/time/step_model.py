@@ -147,7 +147,8 @@ def _computing(loads: Loads, constants: ChipConstants) -> Iterator[TimePart]:
 def _moving(loads: Loads, computing: float, constants: ChipConstants) -> Iterator[TimePart]:
     """The parts that move data, of which computation hides a share.
 
-    Copies to and from the host run while the device computes, which they delay a little. They end
+    What products are known to cover is hidden, and of the rest, the usual share. Copies to and from
+    the host run while the device computes, which they delay a little. They end
     the step if they take longer.
     """
     for exchange in loads.exchanges:
@@ -155,7 +156,8 @@ def _moving(loads: Loads, computing: float, constants: ChipConstants) -> Iterato
         if exchange.slow:
             efficiency, hidden = constants.network_efficiency, constants.hidden_network_share
         seconds = exchange.seconds / efficiency
-        yield TimePart(name=exchange.name, seconds=seconds, exposed=seconds * (1 - hidden))
+        exposed = (seconds - exchange.covered) * (1 - hidden)
+        yield TimePart(name=exchange.name, seconds=seconds, exposed=exposed)
     copying = loads.host_bytes * CHIPS[loads.chip].devices / constants.host_bandwidth
     exposed = max(0.0, copying - computing)
     exposed += constants.host_interference * min(copying, computing)

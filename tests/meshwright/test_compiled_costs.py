@@ -29,6 +29,14 @@ def moved(costs):
     return [(c.kind, c.axes, c.wire_bytes, c.count) for c in costs.collectives]
 
 
+def test_products_between_the_start_and_the_end_of_a_permute():
+    """A loop of 3 iterations, in which a product of 64 x 32 x 16 runs while its part is sent."""
+    (before, after) = costs_of_text(TEXTS['windowed_product'], mesh=AXES).collectives
+    assert (before.kind, before.count, before.asynchronous) == ('collective-permute', 3, True)
+    assert before.flops_meanwhile == pytest.approx(2 * 64 * 32 * 16)
+    assert after.flops_meanwhile == 0, 'it ends before the next product'
+
+
 def test_collectives_of_a_shard_map(mesh):
     """All of them have channel 1. A device holds 16 x 32 floats, 2,048 bytes, of 64 x 64."""
 

@@ -117,6 +117,23 @@ def test_all_to_all_crosses_the_middle():
     assert seconds_of(exchange, pod()) == pytest.approx(15e9 * 16 / (4 * 2 * 50e9))
 
 
+def test_products_hide_what_is_sent_meanwhile():
+    """30 ms over a link, with products of 20 ms at the peak rate, or of 40 ms, meanwhile."""
+    permute = dataclasses.replace(GATHER, kind='collective-permute', wire_bytes=1.5e9, count=2)
+    given = dataclasses.replace(
+        constants_of(CHIPS['v5e']), hidden_share=0.5, exchange_latency=1.0, hop_latency=0.0
+    )
+
+    def exposed(milliseconds):
+        meanwhile = dataclasses.replace(permute, flops_meanwhile=milliseconds * 197e9)
+        work = dataclasses.replace(NOTHING, collectives=(meanwhile,))
+        return estimate_step_time(work, pod(), given).seconds
+
+    assert exposed(0) == pytest.approx(2 + 2 * 0.030 / 0.9 * 0.5)
+    assert exposed(20) == pytest.approx(2 + 2 * (0.030 / 0.9 - 0.020) * 0.5)
+    assert exposed(40) == pytest.approx(2 * (0.030 / 0.9 - 0.030) * 0.5), 'nor do they start late'
+
+
 def test_permutes_use_one_link():
     permute = dataclasses.replace(GATHER, kind='collective-permute', wire_bytes=1e9)
     assert seconds_of(permute, pod()) == pytest.approx(1e9 / 50e9)
