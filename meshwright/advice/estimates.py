@@ -21,6 +21,8 @@ from partitioning.hardware import CHIPS, Chip
 _BETWEEN_SLICES = 10
 _LEAST = 0.02  # the share of the bytes or of the peak that a change has to save
 _MORE = 0.01  # the share by which it may raise the others
+MORE_FLOPS = 1.05  # how many more FLOPs a change may need, which then send much less
+_MUCH = 0.1  # the share of the bytes that it saves for them
 _UNNEEDED = 1.5  # how often more a program sends if its layouts have spread wrongly or do not fit
 
 
@@ -72,8 +74,15 @@ class Estimate:
             (sends or holds)
             and self.cost <= (1 + _MORE) * before.cost
             and self.peak <= (1 + _MORE) * before.peak
-            and self.flops <= (1 + _MORE) * before.flops
+            and self.flops <= before.flops * self._allowed_flops(before)
         )
+
+    def _allowed_flops(self, before: Estimate) -> float:
+        """The FLOPs that a change may need, as a multiple of those before.
+
+        Where a wrong layout has spread, devices divide small products that are whole without it.
+        """
+        return MORE_FLOPS if self.saved(before) > _MUCH else 1 + _MORE
 
     def saved(self, before: Estimate) -> float:
         """The share of the bytes that it does not send."""

@@ -16,7 +16,13 @@ from meshwright.advice.constraint_candidates import (
     rearrange_constraints,
     replace_constraints,
 )
-from meshwright.advice.estimates import Estimate, count_steps, estimate_call, estimate_program
+from meshwright.advice.estimates import (
+    MORE_FLOPS,
+    Estimate,
+    count_steps,
+    estimate_call,
+    estimate_program,
+)
 from meshwright.advice.misfits import find_misfits
 from meshwright.advice.parameter_candidates import lay_out_parameters
 from meshwright.advice.pins import find_pins, lay_out_experts
@@ -49,7 +55,7 @@ from partitioning.plan.rows import PlanRow
 
 _STEPS = 9000  # the steps of all estimates together
 _FEWEST, _MOST = 6, 30  # estimates
-_LAID_OUT = 0.05  # the share of the bytes that another layout of a parameter has to save
+_LAID_OUT = 0.1  # the share of the bytes that another layout of a parameter has to save
 _SENT, _HELD = 0.98, 1.01  # the share of the bytes that a change may leave
 _LESS, _COMPILED = 0.8, 3  # layouts that send less of what a program sends are compiled; how many
 _JOINED = 1.25  # two changes are kept together if they save this many times more
@@ -186,7 +192,7 @@ def _other_layouts(
     for _, candidate in ranked[:_COMPILED]:
         with contextlib.suppress(ValueError):  # the function cannot be edited
             made = estimate(candidate.change)
-            if made is not None and made.sent < _LESS * sends and made.flops <= _HELD * base.flops:
+            if made is not None and made.sent < _LESS * sends and made.flops <= MORE_FLOPS * base.flops:
                 yield candidate
 
 
