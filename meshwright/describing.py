@@ -42,6 +42,7 @@ from partitioning.plan.audit import audit_rows
 from partitioning.rules import LogicalAxisRules
 
 _MORE = 1.02  # of an even share of the FLOPs: above it, devices compute the same
+_MOST, _SECONDS = 3, 60  # changes that are compiled, and how long that may take unasked
 _LARGEST = 20  # how many buffers a forecast lists
 # Which figures of a program for virtual CPU devices also hold for the machine of the forecast.
 _STAND_IN = (
@@ -70,6 +71,7 @@ def describe_program(
     *,
     explain: bool = True,
     recompile: Callable[[TracedCall], Program] | None = None,
+    thoroughly: bool = False,
 ) -> Forecast:
     """The forecast of a program, without changes of settings and without what it took itself.
 
@@ -81,6 +83,9 @@ def describe_program(
       rules: the logical axis rules under which it was traced.
       explain: whether to find the causes of exchanges and buffers.
       recompile: compiles the function with a change; None compiles no changes.
+      thoroughly: whether to compile all changes that may help, however long that takes. If not,
+        changes are compiled for a minute at most, by the time of the function itself, until one
+        helps.
     """
     costs = read_program(program, target)
     mesh, jaxpr = target.mesh, program.traced.jaxpr
@@ -91,7 +96,17 @@ def describe_program(
     estimate = estimate_memory(laid_out, target.chip)
     work = _find_work(program, target, costs, laid_out, kernels)
     collectives, buffers = _explain(
-        rules, target, program, costs, held, estimate, laid_out, recompile, explain=explain
+        rules,
+        target,
+        program,
+        costs,
+        held,
+        estimate,
+        laid_out,
+        recompile,
+        explain=explain,
+        most=_MOST if thoroughly else int(_SECONDS / max(program.seconds, _SECONDS / _MOST)),
+        until_first=not thoroughly,
     )
     if costs is None and work is not None:
         collectives = tuple((c, None) for c in work.collectives)
@@ -194,6 +209,8 @@ def _explain(
     recompile: Callable[[TracedCall], Program] | None,
     *,
     explain: bool,
+    most: int,
+    until_first: bool,
 ) -> tuple[Exchanges, Buffers]:
     """The exchanges of a compiled program and its largest buffers, each with its cause if asked.
 
@@ -220,7 +237,7 @@ def _explain(
         chip=target.chip,
         memory=estimate,
     )
-    if recompile is not None and costs is not None:
+    if recompile is not None and most:
 
         def measure(call: TracedCall) -> Measured | None:
             again = recompile(call)
@@ -228,7 +245,9 @@ def _explain(
             return None if found is None else measure_costs(found, _seconds(again, target, found))
 
         before = measure_costs(costs, _seconds(program, target, costs))
-        advised = compile_variants(explained, advised, before, measure)
+        advised = compile_variants(
+            explained, advised, before, measure, most, until_first=until_first
+        )
     told = advise(explained, advised)
     return told, with_tried_changes(explained.buffers, told)
 

@@ -33,7 +33,7 @@ def forecast(
     compiler_options: Mapping[str, OptionValue] | None = None,
     on_cpu: bool = False,
     changes: Sequence[SettingChange] | None = (),
-    confirm: bool = False,
+    confirm: bool | None = None,
     explain: bool = True,
     on_program: Callable[[str], None] | None = None,
     progress: Progress | None = None,
@@ -69,7 +69,8 @@ def forecast(
       changes: changes to try if the function does not fit, in addition to a smaller batch and
         more devices. None tries nothing.
       confirm: whether to compile changes: settings that fit by formula, until the compiler confirms
-        one, and the three changes of layouts with which devices send least by formula.
+        one, and the three changes of layouts with which devices send least by formula. By default,
+        changes of layouts are compiled until one helps, if that takes less than a minute.
       explain: whether to find the causes of exchanges and buffers.
       on_program: receives the text of the compiled program, if there is one.
       progress: receives a text when a stage begins.
@@ -107,7 +108,7 @@ def forecast_examined(
     examined: Examined,
     *,
     changes: Sequence[SettingChange] | None = (),
-    confirm: bool = False,
+    confirm: bool | None = None,
     explain: bool = True,
     progress: Progress | None = None,
 ) -> Forecast:
@@ -127,7 +128,8 @@ def forecast_examined(
             held,
             call.rules,
             explain=explain,
-            recompile=_recompile(call.name, target, options, say) if confirm else None,
+            recompile=_recompile(call.name, target, options, say) if confirm is not False else None,
+            thoroughly=bool(confirm),
         )
         traced = examined.program.traced
         result = with_findings(result, traced, target.mesh, held, examined.results)

@@ -25,6 +25,7 @@ def compile_variants(
     before: Measured,
     measure: Callable[[TracedCall], Measured | None],
     most: int = 3,
+    until_first: bool = False,
 ) -> Advised:
     """Compiles the function with the best changes, and leaves out those that do not help.
 
@@ -34,11 +35,15 @@ def compile_variants(
       before: the function as it is.
       measure: compiles a function; None if it cannot be compiled.
       most: the number of compilations at most.
+      until_first: whether to end with the first change that helps, and to keep the others as not
+        tried.
     """
     kept: list[Variant] = []
     variants = advised.variants[:most]  # the others do less than those that are compiled
     variants += tuple(_of_pin(pin, advised) for pin in advised.experts[:_EXPERTS])
     variants += tuple(_of_pin(pin, advised) for pin in advised.pins)
+    if until_first:
+        variants = variants[:most]
     for number, variant in enumerate(variants):
         if number >= most and any(v.compiled and _is_mended(v.compiled, advised) for v in kept):
             break
@@ -49,6 +54,9 @@ def compile_variants(
         if after is not None and after.is_better(before):
             effect = _effect(before, after)
             kept.append(dataclasses.replace(variant, compiled=effect, gone=after.gone(before)))
+            if until_first:
+                kept += [v for v in advised.variants[number + 1 :] if v.helps]
+                break
     kept.sort(key=lambda v: (v.compiled is None, -_saved(v)))
     told = tuple(_compile_told(advised, before, measure))
     return dataclasses.replace(advised, variants=tuple(kept), told=told)

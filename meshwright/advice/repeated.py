@@ -39,7 +39,7 @@ _SCATTERS = names_in('reduce_scatter psum_scatter')
 _SUMS_AS = frozenset(['all-reduce', 'reduce-scatter'])
 _LEAST = 4096  # bytes of an array on a device
 _HELD = '<held>'  # stands for the bytes that the changes of a line hold
-_FREE = 0.9  # the share of the memory of a device that a function may use with the change
+FREE = 0.9  # the share of the memory of a device that a function may use with the change
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def find_repeated(
       chip: the chip; a gather before a loop must leave room in its memory.
     """
     search = _Search(laid_out, base, sends)
-    limit = None if chip is None else _FREE * chip.hbm_bytes_per_device
+    limit = None if chip is None else FREE * chip.hbm_bytes_per_device
     loops = list(search.in_loops(laid_out.block, 1))
     if limit is not None and base.peak + sum(_held(one) for one in loops) > limit:
         loops = []

@@ -23,10 +23,11 @@ from meshwright.advice.estimates import (
     estimate_call,
     estimate_program,
 )
+from meshwright.advice.loop_gathers import find_loop_gathers
 from meshwright.advice.misfits import find_misfits
 from meshwright.advice.parameter_candidates import lay_out_parameters
 from meshwright.advice.pins import find_pins, lay_out_experts
-from meshwright.advice.repeated import find_repeated
+from meshwright.advice.repeated import FREE, find_repeated
 from meshwright.advice.results import find_gathered_results
 from meshwright.advice.rows import MissingRows, find_missing_rows
 from meshwright.advice.shard_maps import find_missing_specs
@@ -153,6 +154,13 @@ def find_variants(
             *_with_effects(specs, subject, base, sends, laid_out),
             # Where specs lack an axis, devices have the same for that reason.
             *(one for one in repeated if not (one.is_of_equals and {*one.axes} <= lacking)),
+            *find_loop_gathers(
+                call,
+                subject.by_path,
+                explanation,
+                base.peak,
+                None if chip is None else FREE * chip.hbm_bytes_per_device,
+            ),
             *find_misfits(*known),
             *find_uneven(*known),
         ),

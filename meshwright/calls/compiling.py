@@ -9,6 +9,7 @@ import re
 import resource
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -44,12 +45,14 @@ class Program:
       compiled: the compiled program; None if it was not compiled, or needs too much memory.
       out_of_memory: how much memory it needs, if the compiler says that a device has less.
       warnings: the warnings of the compiler, each once.
+      seconds: how long the compiler took.
     """
 
     traced: TracedCall
     compiled: jax.stages.Compiled | None = None
     out_of_memory: OutOfMemoryError | None = None
     warnings: tuple[str, ...] = ()
+    seconds: float = 0.0
 
 
 @contextlib.contextmanager
@@ -93,7 +96,7 @@ def compile_traced(
       ValueError: if the compiler does not know an option, or cannot read its value.
     """
     checked: Any = check_options(options)
-    compiled, exceeded = None, None
+    compiled, exceeded, started = None, None, time.perf_counter()
     with read_compiler_log() as found, _without_cache():
         lowered = program.traced.lower()
         try:
@@ -102,7 +105,11 @@ def compile_traced(
         except OutOfMemoryError as error:
             exceeded = error
     return dataclasses.replace(
-        program, compiled=compiled, out_of_memory=exceeded, warnings=tuple(found)
+        program,
+        compiled=compiled,
+        out_of_memory=exceeded,
+        warnings=tuple(found),
+        seconds=time.perf_counter() - started,
     )
 
 

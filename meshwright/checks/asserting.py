@@ -196,7 +196,7 @@ def _forecast(
         return fn
     if not isinstance(args, list | tuple):
         raise ValueError(f'args is a {type(args).__name__}: write the arguments as a tuple, (x, y)')
-    return forecast(fn, *args, topology=topology, **settings)
+    return forecast(fn, *args, topology=topology, **{'confirm': False, **settings})
 
 
 def _title(made: Forecast) -> str:

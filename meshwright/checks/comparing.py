@@ -71,7 +71,7 @@ def assert_forecast_unchanged(
     named = [topology] if topologies is None else topologies
     machines = [one if isinstance(one, tuple) else (one, 1) for one in named]
     made = [
-        forecast(fn, *args, topology=machine, num_slices=slices, **settings)
+        forecast(fn, *args, topology=machine, num_slices=slices, **{'confirm': False, **settings})
         for machine, slices in machines
     ]
     check_golden(
