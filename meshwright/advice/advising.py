@@ -353,6 +353,8 @@ def _with_variant(cause: Cause, variant: Variant, advised: Advised, *, needed: b
     elif isinstance(first, StateChange) and first.layouts:
         array = first.layouts[0][0]
         why += _of_moment(array, advised)
+    elif isinstance(first, StateChange):
+        array = advised.subject.returned[first.results[0][0]] or array
     return dataclasses.replace(
         cause,
         source=source,

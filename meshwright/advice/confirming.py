@@ -42,8 +42,8 @@ def compile_variants(
     variants = advised.variants[:most]  # the others do less than those that are compiled
     variants += tuple(_of_pin(pin, advised) for pin in advised.experts[:_EXPERTS])
     variants += tuple(_of_pin(pin, advised) for pin in advised.pins)
-    if until_first:
-        variants = variants[:most]
+    if until_first:  # what only the author can write explains what layouts do not need
+        variants = (advised.variants if advised.told else variants)[:most]
     for number, variant in enumerate(variants):
         if number >= most and any(v.compiled and _is_mended(v.compiled, advised) for v in kept):
             break

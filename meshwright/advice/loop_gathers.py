@@ -84,9 +84,7 @@ def find_loop_gathers(
     if not found:
         return ()
     loops = _constants_of_loops(call, list(rows.values()))
-    held = {
-        key: _held(rows[key[0]], key[1], layouts.sizes) for key in found if key[0] in loops
-    }
+    held = {key: _held(rows[key[0]], key[1], layouts.sizes) for key in found if key[0] in loops}
     needs = sum(held.values())
     if needs > _SHARE * peak or (limit is not None and peak + needs > limit):
         return ()

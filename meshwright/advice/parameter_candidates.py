@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 
 from meshwright.advice.surroundings import Candidate, Surroundings, rearranged
 from meshwright.advice.variants import Layout
-from meshwright.causes.cause import LayoutChange
+from meshwright.causes.cause import JoinedChange, LayoutChange
 from meshwright.causes.layouts import axes_of_row
 from partitioning.plan.rows import PlanRow
 
+_ALL = 1e15  # comes before all others
 _WHOLE = 1.2  # the weight of the layout that all other parameters of a shape have
 
 
@@ -20,7 +21,13 @@ def lay_out_parameters(around: Surroundings) -> Iterator[tuple[float, Candidate]
 
     A parameter that lacks mesh axes gets the layout of the parameters of its shape that have them.
     """
-    for rows in _groups(around):
+    groups = _groups(around)
+    peers = [(rows, _peer_layout(around, rows[0])) for rows in groups]
+    unused = [(rows, peer) for rows, peer in peers if rows[0].path not in around.used]
+    changes = [_change(rows, peer) for rows, peer in unused if peer is not None]
+    if len(changes) > 1:  # averages of all parameters
+        yield _ALL, Candidate(JoinedChange(parts=tuple(changes)), False, _WHOLE)
+    for rows in groups:
         weight = sum(around.parameters.get(row.path, 0.0) for row in rows)
         now = axes_of_row(rows[0])
         peer = _peer_layout(around, rows[0])

@@ -18,6 +18,7 @@ from meshwright.advice.told import Told
 from meshwright.causes.cause import CodeChange, Effect, over
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.explaining import Explanation
+from meshwright.causes.layouts import axes_of_row
 from meshwright.causes.wording import spec_text
 from meshwright.jax_private import TracedCall
 from meshwright.jaxpr.values import Axes
@@ -46,7 +47,10 @@ class GatheredResult(Told):
 
 
 def find_gathered_results(
-    call: TracedCall, explanation: Explanation, peak: int, returned: Sequence[str] = ()
+    call: TracedCall,
+    explanation: Explanation,
+    peak: int,
+    returned: Sequence[str] = (),
 ) -> Iterator[GatheredResult]:
     """Finds the gathers of results whose out_shardings lack the mesh axes of the gather.
 
@@ -57,6 +61,7 @@ def find_gathered_results(
       returned: for each result, the path of the argument that it replaces; '' for others.
     """
     sends = sum(c.total_bytes for c, _ in explanation.collectives)
+    given = {path: axes_of_row(row) for path, row in explanation.possible.layouts.rows.items()}
     groups: dict[tuple[str, str, Axes], list[tuple[int, float]]] = {}
     pairs = zip(explanation.collectives, explanation.evidence, strict=True)
     for (collective, _), evidence in pairs:
@@ -71,6 +76,8 @@ def find_gathered_results(
         more = f' and {others} more like it' if others else ''
         saved = sum(nbytes for _, nbytes in found)
         path = returned[found[0][0]] if returned else ''
+        if path and path in given and spec_text(given[path]) == wanted:
+            continue  # it is returned unlike the argument, which is a change of its own
         text = f'write {wanted} for {named}{more} in out_shardings'
         if path:
             text = f'lay out {path}{more} as {wanted}, as an argument and in out_shardings'

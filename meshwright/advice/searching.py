@@ -23,6 +23,7 @@ from meshwright.advice.estimates import (
     estimate_call,
     estimate_program,
 )
+from meshwright.advice.flattened import find_flattened
 from meshwright.advice.loop_gathers import find_loop_gathers
 from meshwright.advice.misfits import find_misfits
 from meshwright.advice.parameter_candidates import lay_out_parameters
@@ -161,6 +162,7 @@ def find_variants(
                 base.peak,
                 None if chip is None else FREE * chip.hbm_bytes_per_device,
             ),
+            *find_flattened(subject.by_path, explanation, base.peak),
             *find_misfits(*known),
             *find_uneven(*known),
         ),
@@ -200,7 +202,11 @@ def _other_layouts(
     for _, candidate in ranked[:_COMPILED]:
         with contextlib.suppress(ValueError):  # the function cannot be edited
             made = estimate(candidate.change)
-            if made is not None and made.sent < _LESS * sends and made.flops <= MORE_FLOPS * base.flops:
+            if (
+                made is not None
+                and made.sent < _LESS * sends
+                and made.flops <= MORE_FLOPS * base.flops
+            ):
                 yield candidate
 
 
@@ -223,6 +229,8 @@ def _moves_rows_only(change: Change, around: Surroundings) -> bool:
     row = around.rows.get(change.path) if isinstance(change, LayoutChange) else None
     if row is None or not isinstance(change, LayoutChange):
         return False
+    if not any(axes_of_row(row)) and row.path not in around.used:
+        return False  # an average of a parameter, which no product uses
 
     def others(layout: Sequence[Axes]) -> list[list[str]]:
         return [[a for a in axes if a not in around.rows_axes] for axes in layout]

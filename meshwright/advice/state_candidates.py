@@ -66,7 +66,10 @@ def _results(around: Surroundings) -> StateChange | None:
     return StateChange(
         layouts=(),
         results=tuple((n, axes_of_row(r)) for n, r in found),
-        text=f'return {row.path} as {spec_text(axes_of_row(row))}, like the argument{more}',
+        text=(
+            f'return {row.path} as {spec_text(axes_of_row(row))} in out_shardings, like the '
+            f'argument{more}'
+        ),
     )
 
 

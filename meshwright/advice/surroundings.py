@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -20,6 +21,7 @@ from meshwright.jaxpr.naming import TracedValues
 from meshwright.jaxpr.primitives import CONSTRAINTS
 from meshwright.jaxpr.values import Axes, Dims, Value
 from partitioning.plan.rows import PlanRow
+from partitioning.products.flops import PRODUCTS
 
 REMOVED = 0.95  # the weight of leaving a constraint out: others may want it
 _NEAR = 40  # values around an exchange that are looked at
@@ -80,6 +82,12 @@ class Surroundings:
                 for operand in (*near.operands, near):
                     if operand.argument:
                         self.parameters[operand.argument] += nbytes / (2 + number)
+
+    @functools.cached_property
+    def used(self) -> frozenset[str]:
+        """The paths of the arguments that products and lookups take, unlike averages of them."""
+        uses = (v for v in self.traced.values if v.primitive in PRODUCTS | {'gather'})
+        return frozenset(one.argument for value in uses for one in value.operands)
 
     @property
     def rows_axes(self) -> Axes:
