@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.advice.told import Told
-from meshwright.causes.cause import Cause, CodeChange, Effect
+from meshwright.causes.cause import CodeChange, Effect
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.explaining import Explanation
 from meshwright.causes.layouts import axes_of_row
@@ -33,17 +33,12 @@ class Flattened(Told):
 
     Attributes:
       lines: the lines that make the vector and cut it again.
-      effect: what the function sends without the vector.
     """
 
     lines: frozenset[str]
-    effect: Effect
 
     def is_of(self, collective: Collective, evidence: Evidence | None) -> bool:
         return _is_of(self.lines, collective, evidence)
-
-    def explain(self, cause: Cause) -> Cause:
-        return dataclasses.replace(super().explain(cause), effect=self.effect)
 
 
 def find_flattened(
@@ -105,9 +100,10 @@ def _parts(joined: Value, rows: Mapping[str, PlanRow]) -> list[Value]:
         while value.primitive in MOVES and len(value.shape) < 2 and value.operands:
             value = value.operands[0]
         row = rows.get(value.gradient_of or value.update_of or value.argument)
-        if row is not None and row.role != 'other' and len(value.shape) > 1:
-            if any(axes_of_row(row)):
-                found.append(value)
+        if row is None or row.role == 'other' or len(value.shape) < 2:
+            continue
+        if any(axes_of_row(row)):
+            found.append(value)
     return found
 
 

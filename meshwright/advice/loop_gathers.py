@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.advice.told import Told
-from meshwright.causes.cause import Cause, CodeChange, Effect, over
+from meshwright.causes.cause import CodeChange, Effect, over
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.explaining import Explanation
 from meshwright.causes.layouts import axes_of_row
@@ -40,19 +40,12 @@ class LoopGather(Told):
 
     Attributes:
       path: the path of the parameter.
-      axes: the mesh axes of the gathers.
-      effect: what the function sends and holds if it is gathered before the loop.
     """
 
     path: str
-    axes: Axes
-    effect: Effect
 
     def is_of(self, collective: Collective, evidence: Evidence | None) -> bool:
         return _path_of(collective, evidence) == self.path and collective.axes == self.axes
-
-    def explain(self, cause: Cause) -> Cause:
-        return dataclasses.replace(super().explain(cause), effect=self.effect)
 
 
 def find_loop_gathers(
@@ -77,10 +70,11 @@ def find_loop_gathers(
     for (collective, _), evidence in zip(
         explanation.collectives, explanation.evidence, strict=True
     ):
-        path = _path_of(collective, evidence)
-        if path and evidence is not None and {*collective.axes} <= {*layouts.batch_axes}:
-            if path in rows and rows[path].role == 'parameters':
-                found[path, collective.axes].append((collective, evidence))
+        row = rows.get(_path_of(collective, evidence))
+        if row is None or evidence is None or row.role != 'parameters':
+            continue
+        if {*collective.axes} <= {*layouts.batch_axes}:
+            found[row.path, collective.axes].append((collective, evidence))
     if not found:
         return ()
     loops = _constants_of_loops(call, list(rows.values()))

@@ -143,8 +143,14 @@ def test_the_first_change_undoes_the_fault(fault, text, at, avoidable):
     assert 'confirmed by compiling: sends' in shown and ('(avoidable)' in shown) == avoidable
 
 
-def test_changes_are_not_tried_unless_asked_and_say_so():
-    made = ask(hidden=('model', 'data'))
+def test_changes_that_compile_quickly_are_confirmed_unless_that_is_declined():
+    quick = ask(hidden=('model', 'data'))
+    _, cause = advice(quick)[0]
+    wide = ask(hidden=('data', 'model'))
+    assert cause.confirmed and cause.effect.sent[1] == sum(
+        c.total_bytes for c, _ in wide.collectives
+    )
+    made = ask(hidden=('model', 'data'), confirm=False)
     _, cause = advice(made)[0]
     assert cause.change.endswith(line_of(make_layer, 'hidden_spec)')) and cause.confirmed is None
     assert cause.effect.sent[1] < cause.effect.sent[0]
