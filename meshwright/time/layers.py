@@ -8,12 +8,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from meshwright.jaxpr import TracedProgram
-from meshwright.jaxpr.values import Block, Step
+from meshwright.jaxpr.values import Block, Step, Value
 from partitioning.products.flops import PRODUCTS, product_flops
 
 # Kinds of products that few measured steps have, as people call them.
-KINDS = {'conv_general_dilated': 'convolutions', 'ragged_dot_general': 'products of groups of rows'}
+KINDS = {
+    'conv_general_dilated': 'convolutions',
+    'ragged_dot_general': 'products of groups of rows',
+    'of 8 bits': 'products of 8 bits',
+}
 _SHARE = 0.1  # of the FLOPs, from which a kind matters
 
 
@@ -25,6 +31,7 @@ class Product:
       rows, summed, columns: the sizes.
       flops: the floating-point operations of all of them in one step.
       nbytes: the bytes of their operands and results.
+      dtype: the type of both operands, such as 'float8_e4m3fn'; '' if they have more than 8 bits.
     """
 
     rows: int
@@ -32,6 +39,7 @@ class Product:
     columns: int
     flops: float
     nbytes: float
+    dtype: str = ''
 
     def padding(self, unit: int) -> float:
         """How much a matrix unit of this side computes for each operation of the product.
@@ -63,7 +71,7 @@ class Layers:
 def describe_layers(traced: TracedProgram) -> Layers | None:
     """The products of a traced function, or None if it has none."""
     widths, kinds = defaultdict[int, float](float), defaultdict[str, float](float)
-    sums = defaultdict[tuple[int, int, int], list[float]](lambda: [0.0, 0.0])
+    sums = defaultdict[tuple[int, int, int, str], list[float]](lambda: [0.0, 0.0])
     for step, times in _products(traced.block, 1):
         arrays = *step.inputs[:2], step.outputs[0]
         lhs, rhs, result = (value.shard_shape(traced.axis_sizes) for value in arrays)
@@ -72,15 +80,17 @@ def describe_layers(traced: TracedProgram) -> Layers | None:
         widths[min(sizes)] += flops
         kinds[step.name] += flops
         if step.name != 'conv_general_dilated':
-            sums[sizes][0] += flops
-            sums[sizes][1] += times * sum(v.shard_bytes(traced.axis_sizes) for v in arrays)
+            key = (*sizes, _type_of(*step.inputs[:2]))
+            kinds['of 8 bits'] += flops if key[3] else 0.0
+            sums[key][0] += flops
+            sums[key][1] += times * sum(v.shard_bytes(traced.axis_sizes) for v in arrays)
     whole = math.fsum(widths.values())
     if not whole:
         return None
     found = tuple(word for name, word in KINDS.items() if kinds[name] >= _SHARE * whole)
     products = tuple(
-        Product(rows=m, summed=k, columns=n, flops=flops, nbytes=nbytes)
-        for (m, k, n), (flops, nbytes) in sums.items()
+        Product(rows=m, summed=k, columns=n, flops=flops, nbytes=nbytes, dtype=dtype)
+        for (m, k, n, dtype), (flops, nbytes) in sums.items()
         if flops
     )
     return Layers(width=_median(widths), kinds=found, products=products)
@@ -92,6 +102,12 @@ def _products(block: Block, times: int) -> Iterator[tuple[Step, int]]:
             yield from _products(body, times * step.times)
         if step.name in PRODUCTS:
             yield step, times
+
+
+def _type_of(lhs: Value, rhs: Value) -> str:
+    """The type of the first operand, if both have 8 bits."""
+    types = [np.dtype(value.dtype) for value in (lhs, rhs)]
+    return types[0].name if all(one.itemsize == 1 for one in types) else ''
 
 
 def _sizes(

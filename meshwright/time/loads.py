@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from meshwright.program.collectives import Collective
+from meshwright.time.layers import Product
 from meshwright.time.links import Dimension, Links, Machine
 from meshwright.time.work import KernelWork, Work
 from partitioning.hardware import CHIPS, Chip
@@ -40,7 +41,8 @@ class Loads:
 
     Attributes:
       chip: the name of the chip.
-      products: matrix products by their FLOPs, padded to the matrix units of the chip.
+      products: matrix products by their FLOPs, padded to the matrix units of the chip, with the rate
+        of their types.
       product_memory: the bytes of their operands and results.
       estimated_products: matrix products by the compiler's estimate, or None.
       memory: other operations by their bytes.
@@ -71,7 +73,7 @@ def find_loads(work: Work, machine: Machine) -> Loads:
     """Returns how long the work of a step would take on a machine at peak rates."""
     chip = CHIPS[work.chip]
     peak, bandwidth = chip.peak_flops_per_device, chip.hbm_bandwidth / chip.devices
-    products, unit = work.layers.products if work.layers else (), chip.matrix_unit
+    products = work.layers.products if work.layers else ()
     on_tpus = machine.chip.platform == 'tpu'
     fast, between = ('ICI', 'DCN') if on_tpus else ('NVLink', 'network')
     exchanges: dict[str, ExchangeLoad] = {}
@@ -92,8 +94,7 @@ def find_loads(work: Work, machine: Machine) -> Loads:
         load.hops += links.hops * collective.count
     return Loads(
         chip=work.chip,
-        products=(work.matmul_flops + sum((p.padding(unit) - 1) * p.flops for p in products))
-        / peak,
+        products=(work.matmul_flops + sum(_added(p, chip) for p in products)) / peak,
         product_memory=sum(p.nbytes for p in products) / bandwidth,
         estimated_products=work.matmul_seconds,
         memory=work.other_bytes / bandwidth,
@@ -105,6 +106,11 @@ def find_loads(work: Work, machine: Machine) -> Loads:
         num_separate=machine.num_granules if on_tpus else machine.size,
         num_processes=machine.num_processes,
     )
+
+
+def _added(product: Product, chip: Chip) -> float:
+    """What padding adds to the FLOPs of a product, less what faster types save."""
+    return (product.padding(chip.matrix_unit) / chip.speed_of(product.dtype) - 1) * product.flops
 
 
 _LANES = 128  # of a TPU's registers, to which kernels pad the last dimension of an array

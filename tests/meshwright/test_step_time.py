@@ -202,6 +202,29 @@ def test_the_time_of_products_has_their_padding_and_their_traffic():
     assert step.seconds == pytest.approx(expected)
 
 
+def test_products_of_8_bits_run_at_the_rate_of_their_type():
+    """v5e multiplies int8 at twice the rate of bfloat16, and has no unit for float8."""
+
+    def seconds(dtype):
+        product = Product(rows=1024, summed=1024, columns=1024, flops=197e12, nbytes=0, dtype=dtype)
+        layers = Layers(width=1024, products=(product,))
+        work = dataclasses.replace(NOTHING, matmul_flops=197e12, layers=layers)
+        return estimate_step_time(work, pod()).seconds
+
+    assert seconds('int8') == pytest.approx(seconds('') / 2)
+    assert seconds('float8_e4m3fn') == seconds('')
+
+    def multiply(x, y):
+        return jax.lax.dot_general(x, y, (((1,), (0,)), ((), ())), preferred_element_type='int32')
+
+    for lhs, found in ('int8', 'int8'), ('int16', ''):
+        args = jax.ShapeDtypeStruct((64, 64), lhs), jax.ShapeDtypeStruct((64, 64), 'int8')
+        mesh = jax.make_mesh((1,), ('data',), axis_types=(AxisType.Auto,))
+        layers = describe_layers(trace_function(jax.jit(multiply), *args, mesh=mesh))
+        (product,) = layers.products
+        assert product.dtype == found and ('products of 8 bits' in layers.kinds) == bool(found)
+
+
 def test_kernels_pad_heads_to_the_lanes_of_registers():
     """Heads of 64 take as long as heads of 128 with twice the operations."""
     flash = KernelWork(name='flash', flops=1e14, nbytes=0.0, count=1, width=64)
