@@ -41,8 +41,8 @@ class Loads:
 
     Attributes:
       chip: the name of the chip.
-      products: matrix products by their FLOPs, padded to the matrix units of the chip, with the rate
-        of their types.
+      products: matrix products by their FLOPs, padded to the matrix units of the chip, at the
+        rate of their types.
       product_memory: the bytes of their operands and results.
       estimated_products: matrix products by the compiler's estimate, or None.
       memory: other operations by their bytes.

@@ -61,9 +61,9 @@ class Chip:
         return 256 if self.name in ('v6e', 'tpu7x') else 128
 
     def speed_of(self, dtype: str) -> float:
-        """How many times as fast as of bfloat16 products of a type are: twice for some of 8 bits."""
+        """How many times as fast as bfloat16 products of a type are: 2 for some of 8 bits."""
         fast = _FAST_TYPES.get(self.name, ())
-        return 2.0 if dtype.startswith(fast) and fast else 1.0
+        return 2.0 if dtype.startswith(fast) else 1.0
 
     @property
     def hbm_bytes_per_device(self) -> int:
