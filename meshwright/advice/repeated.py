@@ -148,7 +148,8 @@ class _Search:
                 if one.name in _GATHERS and nbytes >= _LEAST:
                     yield self._gather(one, step, inner)
             for number, (given, returned) in enumerate(carries(step)):
-                summed = self._added(given, returned)
+                alone = _count_uses(given, step.bodies) == 1  # what is summed does not depend on it
+                summed = self._added(given, returned) if alone else None
                 if summed is not None and given.shard_bytes(self.laid_out.axis_sizes) >= _LEAST:
                     yield self._sum_in_loop(*summed, step, number, inner)
 
@@ -311,6 +312,11 @@ class _Search:
             backward=step.place.is_backward,
             effect=Effect(sent=(self.sends, sends), peak=(peak, peak + held)),
         )
+
+
+def _count_uses(value: Value, blocks: Sequence[Block]) -> int:
+    """How many steps of some blocks take a value, loops and branches as one step each."""
+    return sum(one is value for block in blocks for step in block.steps for one in step.inputs)
 
 
 def _line(step: Step) -> str:

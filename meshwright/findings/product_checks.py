@@ -12,6 +12,7 @@ from meshwright.findings.forward_layouts import DENSE_PRODUCTS
 from meshwright.findings.program_facts import ProgramFacts, axes_lost, free_dimension
 from meshwright.findings.wording import axes_str, line_of, type_str
 from meshwright.jaxpr.factor_rules import find_factors
+from meshwright.jaxpr.primitives import MOVES
 from meshwright.jaxpr.values import Axes, Step, Value
 from partitioning.amounts import bytes_str, bytes_strs
 from partitioning.plan.findings import Finding
@@ -67,8 +68,13 @@ def find_cut_products(facts: ProgramFacts) -> Iterator[Finding]:
         yield Finding('warning', 'cut product', line, _describe_cut(facts, axis, group))
 
 
-def _values_before(value: Value) -> Iterator[Value]:
-    """A value and the values of its shape that it is made from, the near ones first."""
+def _values_before(value: Value, *, moved: bool = False) -> Iterator[Value]:
+    """A value and the values of its shape that it is made from, the near ones first.
+
+    Args:
+      value: the value.
+      moved: whether values that are moved into its shape count, too.
+    """
     pending, seen = [value], set[int]()
     while pending and len(seen) < _BEFORE:
         current = pending.pop(0)
@@ -76,7 +82,12 @@ def _values_before(value: Value) -> Iterator[Value]:
             continue
         seen.add(id(current))
         yield current
-        pending += [one for one in current.operands if one.shape == current.shape]
+        is_moved = moved and current.primitive in MOVES
+        pending += [
+            one
+            for one in current.operands
+            if one.shape == current.shape or (is_moved and one.size == current.size)
+        ]
 
 
 def _constraint_before(value: Value, axis: str) -> Step | None:
@@ -90,8 +101,11 @@ def _constraint_before(value: Value, axis: str) -> Step | None:
 
 
 def border_before(facts: ProgramFacts, value: Value, axis: str) -> Step | None:
-    """The end of the shard_map whose out_specs make an operand whole along a mesh axis, if any."""
-    borders = (facts.borders.get(id(near)) for near in _values_before(value))
+    """The end of the shard_map whose out_specs make an operand whole along a mesh axis, if any.
+
+    The operand may be its result in another shape, such as with the features of all heads.
+    """
+    borders = (facts.borders.get(id(near)) for near in _values_before(value, moved=True))
     return next((b for b in borders if b is not None and axis in b.params['axes']), None)
 
 

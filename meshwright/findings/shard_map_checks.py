@@ -81,6 +81,8 @@ def _products_after(
                     border = border_before(facts, other, axis)
                     if border is None or id(border) not in ends:
                         continue
+                    if border.outputs[0].shape != other.shape:
+                        continue
                     if mapped.uses(axis) or is_meant(facts, other, axis):
                         continue
                     array = factors.inputs[1 - number]

@@ -183,3 +183,27 @@ def test_sums_that_jax_makes_are_not_called_the_program_s(check_vma):
     assert any('transpose of the psum at' in why for why in whys) != check_vma
     shape = f'its argument of shape ({ROWS}, {D})'
     assert any(shape in why for why in whys) != check_vma
+
+
+def test_a_sum_that_the_next_iteration_needs_is_not_told_to_leave_the_loop():
+    """As in a residual network, whose layers add to what they are given."""
+    mesh = make_mesh(data=2, model=4)
+
+    def layers(x, up, down):
+        def layer(x, w):
+            return x + jax.lax.psum(jnp.tanh(x @ w[0]) @ w[1], 'model'), None
+
+        return jax.lax.scan(layer, x, (up, down))[0]
+
+    def forward(w, x):
+        specs = P('data'), P(None, None, 'model'), P(None, 'model')
+        about = {'in_specs': specs, 'out_specs': P('data'), 'check_vma': False}
+        return jax.shard_map(layers, mesh=mesh, **about)(x, w['up'], w['down'])
+
+    w = {
+        'up': struct(mesh, (STEPS, D, F), None, None, 'model'),
+        'down': struct(mesh, (STEPS, F, D), None, 'model'),
+    }
+    explained = explain(jax.jit(forward), w, struct(mesh, (ROWS, D), 'data'))
+    assert [row.kind for row in explained.exchanges] == ['all-reduce']
+    assert not explained.suggestions
