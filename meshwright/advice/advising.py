@@ -313,7 +313,8 @@ def _without_changes(
         return None
     told = next((one for one in advised.told if one.is_of(collective, evidence)), None)
     key = key_of(collective)
-    told = told or next((one for one in advised.told if key in one.gone), None)
+    axes = {*collective.axes}
+    told = told or next((o for o in advised.told if key in o.gone and axes & {*o.axes}), None)
     if told is not None:
         return told.explain(cause)
     kept = [c for c in cause.all_changes if isinstance(c, RuleChange | CodeChange)]

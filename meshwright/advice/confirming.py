@@ -39,6 +39,9 @@ def compile_variants(
         tried.
     """
     kept: list[Variant] = []
+    told = tuple(_compile_told(advised, before, measure, 1 if until_first else _TOLD))
+    if until_first and any(one.confirmed for one in told):
+        return dataclasses.replace(advised, told=told)
     variants = advised.variants[:most]  # the others do less than those that are compiled
     variants += tuple(_of_pin(pin, advised) for pin in advised.experts[:_EXPERTS])
     variants += tuple(_of_pin(pin, advised) for pin in advised.pins)
@@ -58,19 +61,21 @@ def compile_variants(
                 kept += [v for v in advised.variants[number + 1 :] if v.helps]
                 break
     kept.sort(key=lambda v: (v.compiled is None, -_saved(v)))
-    told = tuple(_compile_told(advised, before, measure))
     return dataclasses.replace(advised, variants=tuple(kept), told=told)
 
 
 def _compile_told(
-    advised: Advised, before: Measured, measure: Callable[[TracedCall], Measured | None]
+    advised: Advised,
+    before: Measured,
+    measure: Callable[[TracedCall], Measured | None],
+    most: int,
 ) -> Iterator[Told]:
     """What only the author can write, without what was compiled and does not help."""
     texts = dict.fromkeys(one.change.text for one in advised.told if one.trial is not None)
     compiled: dict[str, Measured | None] = {}
     for one in advised.told:
         text = one.change.text
-        if one.trial is not None and text in list(texts)[:_TOLD] and text not in compiled:
+        if one.trial is not None and text in list(texts)[:most] and text not in compiled:
             compiled[text] = None
             with contextlib.suppress(Exception):  # as above
                 compiled[text] = measure(one.trial(advised.subject.call))
