@@ -5,6 +5,7 @@ Each function returns a jitted function and its arguments.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from benchmarks.seeded_changes.programs import attention, dense
@@ -21,8 +22,11 @@ def attention_by_rules() -> Any:
 
 
 def transformer() -> Any:
-    """The train step of our own transformer."""
+    """The train step of our own transformer, with two layers."""
     from benchmarks.blame_programs import our_transformer
 
-    _, step, args = our_transformer.build(our_transformer.RULES)
+    config = dataclasses.replace(
+        our_transformer.CONFIG, vocab_size=1024, num_layers=2, embed_dim=256, mlp_dim=512
+    )
+    _, step, args = our_transformer.build(our_transformer.RULES, config, (16, 128))
     return step, args

@@ -36,11 +36,11 @@ CONFIG = TransformerConfig(
 BATCH, LENGTH = 32, 256
 
 
-def build(rules):
+def build(rules, config=CONFIG, shape=(BATCH, LENGTH)):
     """The partitioner, the partitioned step, and its arguments."""
-    objective, tx = NextToken(model=Transformer(CONFIG)), optax.adamw(1e-3)
-    tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
-    weights = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.float32)
+    objective, tx = NextToken(model=Transformer(config)), optax.adamw(1e-3)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+    weights = jax.ShapeDtypeStruct(shape, jnp.float32)
     batch = {f'decoder_{name}_tokens': tokens for name in ('input', 'target')}
     batch['decoder_loss_weights'] = weights
 
