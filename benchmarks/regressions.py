@@ -22,6 +22,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -122,7 +123,9 @@ def run(name: str, case: dict[str, Any], folder: Path, base: Record) -> dict[str
     """The result of a case."""
     text = edit(case)
     try:
-        now = record_text(text, folder / 'edited' / f'{case["program"]}.py')
+        # Python keeps the lines of files by their paths, so each case has a folder of its own.
+        place = folder / 'edited' / re.sub(r'\W+', '-', name)
+        now = record_text(text, place / f'{case["program"]}.py')
     except Exception as error:
         return {'kind': case['kind'], 'error': f'{type(error).__name__}: {error}'[:300]}
     found = compare_records(base, now)

@@ -119,8 +119,9 @@ def update_goldens(settings: CheckSettings, run: CheckRun) -> tuple[list[Path], 
             written.append(file)
     if settings.tests:
         run.progress(f'the tests {", ".join(settings.tests)}')
-        if error := update_tests(settings):
-            errors.append(error)
+        by_tests, error = update_tests(settings)
+        written += by_tests
+        errors += [error] if error else []
     return written, errors
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ from meshwright.records.record import Record, RecordedArray, RecordedExchange
 from meshwright.records.recording import record_exchanges
 from meshwright.report.forecasts import Forecast
 
+_WRITTEN = 'golden files written'  # by the plugin of pytest
 _LAST = 3  # lines of pytest that say why a test failed
 
 
@@ -49,11 +51,15 @@ def check_tests(settings: CheckSettings, python: str = sys.executable) -> list[V
     return verdicts
 
 
-def update_tests(settings: CheckSettings) -> str:
-    """Lets the tests write their golden forecasts; returns why that failed, or ''."""
+def update_tests(settings: CheckSettings) -> tuple[list[Path], str]:
+    """Lets the tests write their golden forecasts; returns the files, and why that failed or ''."""
     ended = _run_pytest(settings, sys.executable, {UPDATE_VARIABLE: '1'})
-    said = [line for line in ended.stdout.splitlines() if line.strip()][-_LAST:]
-    return '' if ended.returncode in (0, 5) else f'pytest failed: {" / ".join(said)}'
+    lines = ended.stdout.splitlines()
+    after = itertools.dropwhile(lambda line: _WRITTEN not in line, lines)
+    named = [line for line in itertools.islice(after, 1, None) if line.endswith('.json')]
+    said = [line for line in lines if line.strip()][-_LAST:]
+    error = '' if ended.returncode in (0, 5) else f'pytest failed: {" / ".join(said)}'
+    return [settings.root / line for line in named], error
 
 
 def _run_pytest(

@@ -167,9 +167,13 @@ def _memory(before: Record, after: Record, tolerances: Tolerances) -> Iterator[D
         return  # a peak by formula, which knows too little about loops that are written out
     if _differs(was, now, tolerances.peak) and abs(was - now) > _SLACK:
         at = _of_buffers(before.buffers, after.buffers, now > was)
-        held = [sum(a.bytes_per_device for a in r.arguments) for r in (before, after)]
-        if abs(held[1] - held[0]) > abs(now - was) / 2:
-            at = At(why=f'the arguments: {bytes_str(held[0])} -> {bytes_str(held[1])}')
+        for noun, held in (
+            ('arguments', [_bytes_of(r.arguments) for r in (before, after)]),
+            ('results', [_bytes_of(r.results or ()) for r in (before, after)]),
+        ):
+            if abs(held[1] - held[0]) > abs(now - was) / 2:
+                at = At(why=f'the {noun}: {bytes_str(held[0])} -> {bytes_str(held[1])}')
+                break
         yield of_numbers('memory', 'peak memory of a device', was, now, 'bytes', at)
     left, now_left = _not_replaced(before), _not_replaced(after)
     if left is None or now_left is None:
@@ -177,6 +181,10 @@ def _memory(before: Record, after: Record, tolerances: Tolerances) -> Iterator[D
     if abs(left - now_left) > tolerances.peak * before.peak:
         subject = 'donated arguments that no result replaces'
         yield of_numbers('memory', subject, left, now_left, 'bytes')
+
+
+def _bytes_of(arrays: Sequence[RecordedArray]) -> int:
+    return sum(array.bytes_per_device for array in arrays)
 
 
 def _not_replaced(record: Record) -> int | None:

@@ -21,6 +21,7 @@ _SAME_FLOPS = 1e-3  # the share by which FLOPs may differ
 # If a loop is written out, the first layer may need no gradient of its input, a third of its FLOPs.
 _OF_ONE_LAYER = 0.4
 _SAME_SHARE = 0.01  # of one kind of arithmetic that may have another type
+_SAME_ELEMENTWISE = 0.05  # of elementwise operations, which can be written in many ways
 
 
 def compare_code(before: Record, after: Record, pairs: Sequence[Pair]) -> Iterator[Difference]:
@@ -134,8 +135,7 @@ def _precisions(
         changed = [
             dtype
             for dtype in {**old, **new}
-            if (dtype in old) != (dtype in new)
-            or abs(shares[0][dtype] - shares[1][dtype]) > _SAME_SHARE
+            if _other_share(family, shares[0].get(dtype), shares[1].get(dtype))
         ]
         if changed:
             was, now = (
@@ -147,6 +147,13 @@ def _precisions(
             at = _converted(before, after) or new_places((), grown)
             subject = f'types of {family}'
             yield Difference(kind='precision', subject=subject, before=was, after=now, at=at)
+
+
+def _other_share(family: str, was: float | None, now: float | None) -> bool:
+    """Whether another share of one kind of arithmetic has a type; None if none has it."""
+    if family == 'elementwise operations':
+        return abs((was or 0) - (now or 0)) > _SAME_ELEMENTWISE
+    return was is None or now is None or abs(was - now) > _SAME_SHARE
 
 
 def _converted(

@@ -113,7 +113,8 @@ class RecordedPrecision:
     """How much of one kind of arithmetic has one type.
 
     Attributes:
-      family: 'products', 'exponentials' or 'sums'; also 'conversions', which are not compared.
+      family: 'products', 'exponentials', 'sums', 'maxima' or 'elementwise operations'; also
+        'conversions', which are not compared.
       dtype: the types, such as 'bfloat16 -> float32' for a product of bfloat16 in float32.
       amount: the FLOPs of products, and the elements of all others.
       at: the lines with the most of it.

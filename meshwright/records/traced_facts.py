@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from meshwright.jaxpr.primitives import CONSTRAINTS, names_in
+from meshwright.jaxpr.primitives import CONSTRAINTS, ELEMENTWISE, names_in
 from meshwright.jaxpr.values import is_backward
 from meshwright.jaxpr.writing_out import spec_axes
 from meshwright.records.record import (
@@ -45,6 +45,7 @@ from partitioning.rules import from_tuple, spec_str
 
 _CHECKPOINTS = ('checkpoint', 'remat', 'remat2')
 _EXPONENTIALS = names_in('exp exp2 expm1 log log1p logistic tanh erf rsqrt sqrt pow')
+_MAXIMA = names_in('reduce_max reduce_min argmax argmin sort top_k approx_top_k')
 _SUMS = names_in('reduce_sum cumsum cumlogsumexp reduce_prod')
 _MOST_LINES = 16  # of one kind
 _CALLERS = 3  # lines of each call stack
@@ -251,7 +252,10 @@ def _arithmetic(equation: Any) -> tuple[str, str, float] | None:
     """The family of an operation on floats, its type, and how much it computes."""
     name: str = equation.primitive.name
     result: Any = equation.outvars[0].aval if equation.outvars else None
-    if not hasattr(result, 'dtype') or not jax.numpy.issubdtype(result.dtype, jax.numpy.inexact):
+    operand: Any = getattr(equation.invars[0], 'aval', None) if equation.invars else None
+    if name in _MAXIMA and _is_float(operand):  # the result may be the number of an element
+        return 'maxima', str(operand.dtype), math.prod(operand.shape)
+    if not _is_float(result):
         return None
     if name in PRODUCTS:
         given = [v.aval for v in equation.invars[:2]]
@@ -269,4 +273,10 @@ def _arithmetic(equation: Any) -> tuple[str, str, float] | None:
         return 'exponentials', str(result.dtype), math.prod(result.shape)
     if name in _SUMS:
         return 'sums', str(result.dtype), math.prod(equation.invars[0].aval.shape)
+    if name in ELEMENTWISE and name not in CONSTRAINTS and result.shape:
+        return 'elementwise operations', str(result.dtype), math.prod(result.shape)
     return None
+
+
+def _is_float(aval: Any) -> bool:
+    return hasattr(aval, 'dtype') and jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact)
