@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.records.difference import Difference, Tolerances
-from meshwright.records.record import At, Record, RecordedExchange
+from meshwright.records.record import SEVERAL, At, Record, RecordedExchange
 from meshwright.records.renamed import rename
 from partitioning.amounts import bytes_str
 
@@ -129,4 +129,4 @@ def _by_weight(exchanges: Sequence[RecordedExchange]) -> dict[str, float]:
 def _weight(e: RecordedExchange) -> str:
     """The argument that an exchange is for, directly or as a gradient; '' for activations."""
     path = e.array.rpartition(' of ')[2]
-    return '' if path.startswith(('an ', 'its ')) else path
+    return '' if path.startswith(('an ', 'its ')) or path == SEVERAL else path

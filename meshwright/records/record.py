@@ -28,6 +28,8 @@ from typing import Any
 from meshwright.report.plain_values import from_plain, read_object, to_lines, to_plain
 
 FORMAT = 'meshwright record 1'
+# What an exchange sends that a compiler has made of several.
+SEVERAL = 'several arrays'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +135,8 @@ class RecordedExchange:
     Attributes:
       kind, axes, network: as in a `Collective`.
       dtype: the type of what is sent: 'bf16'.
-      array: what is sent: 'params/up', 'the gradient of params/up', 'an activation'.
+      array: what is sent: 'params/up', 'the gradient of params/up', 'an activation', or 'several
+        arrays' that a compiler has joined.
       bytes: the bytes.
       count: how often such an exchange is executed.
       at: the line with the most bytes.

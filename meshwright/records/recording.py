@@ -23,6 +23,7 @@ from meshwright.program.collectives import Collective
 from meshwright.program.costs import read_memory, read_text
 from meshwright.program.hlo_text import bits_of, numbers_in, parse_hlo
 from meshwright.records.record import (
+    SEVERAL,
     At,
     Record,
     RecordedArray,
@@ -170,7 +171,8 @@ def record_exchanges(
     counts: collections.Counter[tuple[Any, ...]] = collections.Counter()
     places: dict[tuple[Any, ...], At] = {}
     for one, cause in collectives:
-        array = '' if cause is None else cause.array
+        # The order of arrays that a compiler has joined says nothing.
+        array = '' if cause is None else SEVERAL if len(one.arrays) > 1 else cause.array
         for dtype, share in _shares_by_type(one.arrays).items():
             key = one.kind, one.axes, one.network, dtype, array
             sizes[key] += share * one.total_bytes
