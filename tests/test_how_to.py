@@ -103,7 +103,6 @@ def test_the_programs_run(page, run_on, tmp_path, monkeypatch, traces):
         'layout_tests',
         'read_a_dump',
         'resume_and_restore',
-        'when_a_run_is_interrupted',
     ],
 )
 def test_the_programs_of_a_guide_print_what_it_shows(guide, tmp_path, monkeypatch):
