@@ -22,7 +22,7 @@ VIEWS = names_in(
 ) | {TO_LOCAL, TO_GLOBAL}
 _FUSED = (
     ELEMENTWISE
-    | names_in('broadcast_in_dim iota slice pad dynamic_slice rev concatenate split stack')
+    | names_in('broadcast_in_dim tile iota slice pad dynamic_slice rev concatenate split stack')
     | {SLICE}
 ) - VIEWS
 # Results that take the place of their first operand.

@@ -114,6 +114,18 @@ def test_products_are_divided_among_the_devices(mesh):
     assert (work.origin, work.chip, work.kernels, work.host_bytes) == ('jaxpr', 'v5e', (), 0)
 
 
+def test_tiled_arrays_are_not_in_memory():
+    """A row of 128 numbers is repeated inside of the loop that multiplies by it."""
+
+    def scale(x, row):
+        return x * jnp.tile(row, (1024, 1))
+
+    args = jax.ShapeDtypeStruct((1024, 128), 'float32'), jax.ShapeDtypeStruct((1, 128), 'float32')
+    mesh = jax.make_mesh((1,), ('data',), axis_types=(AxisType.Auto,))
+    traced = trace_function(jax.jit(scale), *args, mesh=mesh)
+    assert estimate_work(traced, CHIPS['v5e']).other_bytes == 4 * 128 * (1024 + 1 + 1024)
+
+
 def test_exchanges_in_loops_count_once_per_iteration(mesh):
     def many(weights, x):
         return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, weights)[0]
