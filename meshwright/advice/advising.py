@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from meshwright.advice.advised import Advised, Variant, places_of
 from meshwright.advice.estimates import Sent, shape_of
 from meshwright.advice.measuring import key_of
+from meshwright.advice.needs import is_needed, with_need
 from meshwright.causes.cause import (
     Cause,
     Change,
@@ -35,7 +36,6 @@ from meshwright.program.collectives import Collective
 
 _SAME = 0.98  # a change that leaves more of what is sent does not save any of it
 _TRUSTED = 0.8  # the share of a proportional estimate below which another one is not believed
-_SMALL = 4096  # bytes of an exchange that is not worth a change, such as of a loss
 # Exchanges in which data moves along several mesh axes at once.
 _ALONG_SEVERAL = ('collective-permute', 'all-to-all')
 
@@ -65,7 +65,7 @@ def advise(
             matched = _of_rows(left, pairs, variant)
         else:
             if variant.compiled is None:
-                left = [n for n in left if not _is_needed(pairs[n][1], advised)]
+                left = [n for n in left if not is_needed(pairs[n][1], advised)]
             matched = [n for n in left if _is_gone(*pairs[n][0], pairs[n][1], variant)]
         concerned = _concerned(order, taken, pairs, variant, explanation, advised)
         if not matched or pairs[concerned[0] if concerned else 0][0][0].kind == 'all-reduce':
@@ -85,13 +85,12 @@ def advise(
             taken.add(n)
             c, cause = made[n]
             if cause is not None:
-                needed = n not in concerned and _is_needed(pairs[n][1], advised)
+                needed = n not in concerned and is_needed(pairs[n][1], advised)
                 needed |= n in near
                 cause = _with_variant(cause, variant, advised, needed=needed)
                 made[n] = c, _of_constraint(cause, variant.change, explanation)
     return tuple(
-        (c, _with_need(c, cause, e, advised))
-        for (c, cause), (_, e) in zip(made, pairs, strict=True)
+        (c, with_need(c, cause, e, advised)) for (c, cause), (_, e) in zip(made, pairs, strict=True)
     )
 
 
@@ -114,33 +113,6 @@ def _add_confirmed(
             why = f'{cause.why}; {told.why}'
             made[n] = collective, dataclasses.replace(found, why=why, avoidable=False)
             break
-
-
-def _with_need(
-    collective: Collective, cause: Cause | None, evidence: Evidence | None, advised: Advised
-) -> Cause | None:
-    """A cause that says whether the mathematics and the layout of the parameters need it."""
-    if cause is None or cause.avoidable or cause.change:
-        return cause
-    needed = collective.total_bytes < _SMALL * collective.count or not cause.suspect
-    needed |= _is_needed(evidence, advised) or _sums_parts(evidence, advised)
-    return dataclasses.replace(cause, needed=needed)
-
-
-def _sums_parts(evidence: Evidence | None, advised: Advised) -> bool:
-    """Whether an exchange sums what the layout of a parameter makes devices compute in parts.
-
-    These are products over a dimension that is sharded, and gradients of parameters that devices
-    along the axes hold in full.
-    """
-    value = evidence.value if evidence is not None else None
-    if evidence is None or value is None or evidence.kind not in ('all-reduce', 'reduce-scatter'):
-        return False
-    axes = {*evidence.axes}
-    if any(dim is not None and axes & {*dim.axes} for dim in value.contracted):
-        return True
-    row = advised.subject.by_path.get(value.gradient_of)
-    return row is not None and not axes & {axis for own in axes_of_row(row) for axis in own}
 
 
 def _nearest(
@@ -323,21 +295,6 @@ def _without_changes(
     return dataclasses.replace(
         cause, change=str(kept[0]) if kept else '', all_changes=tuple(kept), avoidable=is_told
     )
-
-
-def _is_needed(evidence: Evidence | None, advised: Advised) -> bool:
-    """Whether any program with these layouts sends it: gathers and sums over the rows' devices.
-
-    Parameters that are sharded over the axes of the batch are gathered for use, in one go or in
-    rings, and their gradients are summed over the rows.
-    """
-    value = evidence.value if evidence is not None else None
-    if evidence is None or value is None or not {*evidence.axes} <= {*advised.rows_axes}:
-        return False
-    row = advised.subject.by_path.get(value.argument)
-    gathered = row is not None and row.role == 'parameters'
-    summed = bool(value.gradient_of) and evidence.kind in ('all-reduce', 'reduce-scatter')
-    return summed or (gathered and evidence.kind in ('all-gather', 'collective-permute'))
 
 
 def _with_variant(cause: Cause, variant: Variant, advised: Advised, *, needed: bool) -> Cause:

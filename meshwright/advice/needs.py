@@ -1,0 +1,91 @@
+"""Which exchanges the mathematics of a function and the layout of its parameters need.
+
+Parameters that are sharded over the axes of the batch are gathered for use, gradients are summed
+over the rows, and products over a sharded dimension are summed. Of others, it is not known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from meshwright.advice.advised import Advised
+from meshwright.causes.cause import Cause
+from meshwright.causes.evidence import Evidence
+from meshwright.causes.layouts import axes_of_row
+from meshwright.jaxpr.primitives import names_in
+from meshwright.jaxpr.values import Value
+from meshwright.program.collectives import Collective
+
+_SMALL = 4096  # bytes of an exchange that is not worth a change, such as of a loss
+_ADDING, _TERMS = names_in('add add_any convert_element_type'), 12  # of a sum, and how many
+
+
+def with_need(
+    collective: Collective, cause: Cause | None, evidence: Evidence | None, advised: Advised
+) -> Cause | None:
+    """A cause that says whether the mathematics and the layout of the parameters need it."""
+    if cause is None or cause.avoidable or cause.change:
+        return cause
+    needed = collective.total_bytes < _SMALL * collective.count or not cause.suspect
+    needed |= is_needed(evidence, advised) or _sums_parts(evidence, advised)
+    needed |= _follows_state(evidence, advised)
+    return dataclasses.replace(cause, needed=needed)
+
+
+def _sums_parts(evidence: Evidence | None, advised: Advised) -> bool:
+    """Whether an exchange sums what the layout of a parameter makes devices compute in parts.
+
+    These are products over a dimension that is sharded, and gradients of parameters that devices
+    along the axes hold in full.
+    """
+    value = evidence.value if evidence is not None else None
+    if evidence is None or value is None or evidence.kind not in ('all-reduce', 'reduce-scatter'):
+        return False
+    axes = {*evidence.axes}
+    for one in _added_in(value):
+        if any(dim is not None and axes & {*dim.axes} for dim in one.contracted):
+            return True
+    row = advised.subject.by_path.get(value.gradient_of)
+    return row is not None and not axes & {axis for own in axes_of_row(row) for axis in own}
+
+
+def _follows_state(evidence: Evidence | None, advised: Advised) -> bool:
+    """Whether an exchange moves gradients in a ring of the rows, or updates of whole parameters.
+
+    The compiler may scatter gradients in rings. Moments may be sharded finer than parameters.
+    """
+    value = evidence.value if evidence is not None else None
+    if evidence is None or value is None:
+        return False
+    axes, row = {*evidence.axes}, advised.subject.by_path.get(value.update_of)
+    if value.gradient_of and evidence.kind == 'collective-permute':
+        return axes <= {*advised.rows_axes}
+    whole = row is not None and not axes & {axis for own in axes_of_row(row) for axis in own}
+    return whole and row is not None and row.role == 'parameters' and evidence.kind == 'all-gather'
+
+
+def _added_in(value: Value) -> Iterator[Value]:
+    """A value, and the values of its shape of which it is a sum, such as gradients of its uses."""
+    pending = [value]
+    for _ in range(_TERMS):
+        if not pending:
+            return
+        yield (one := pending.pop(0))
+        if one.primitive in _ADDING:
+            pending += [operand for operand in one.operands if operand.shape == one.shape]
+
+
+def is_needed(evidence: Evidence | None, advised: Advised) -> bool:
+    """Whether any program with these layouts sends it: gathers and sums over the rows' devices.
+
+    Parameters that are sharded over the axes of the batch are gathered for use, in one go or in
+    rings, and their gradients are summed over the rows.
+    """
+    value = evidence.value if evidence is not None else None
+    if evidence is None or value is None or not {*evidence.axes} <= {*advised.rows_axes}:
+        return False
+    row = advised.subject.by_path.get(value.argument)
+    gathered = row is not None and row.role == 'parameters'
+    summed = bool(value.gradient_of) and evidence.kind in ('all-reduce', 'reduce-scatter')
+    return summed or (gathered and evidence.kind in ('all-gather', 'collective-permute'))
