@@ -10,6 +10,7 @@ from meshwright.records.record import (
     At,
     Record,
     RecordedCheckpoint,
+    RecordedCollective,
     RecordedConstraint,
     RecordedPrecision,
 )
@@ -21,7 +22,7 @@ _SAME_FLOPS = 1e-3  # the share by which FLOPs may differ
 # If a loop is written out, the first layer may need no gradient of its input, a third of its FLOPs.
 _OF_ONE_LAYER = 0.4
 _SAME_SHARE = 0.01  # of one kind of arithmetic that may have another type
-_SAME_ELEMENTWISE = 0.05  # of elementwise operations, which can be written in many ways
+_SAME_ELEMENTWISE = 0.01  # of elementwise operations, of which few may have any type
 
 
 def compare_code(before: Record, after: Record, pairs: Sequence[Pair]) -> Iterator[Difference]:
@@ -40,6 +41,8 @@ def compare_code(before: Record, after: Record, pairs: Sequence[Pair]) -> Iterat
     )
     if before.constraints is not None and after.constraints is not None:
         yield from _constraints(before.constraints, after.constraints, shapes_changed)
+    if before.collectives is not None and after.collectives is not None:
+        yield from _collectives(before.collectives, after.collectives)
     if before.checkpoints is not None and after.checkpoints is not None:
         yield from _checkpoints(before.checkpoints, after.checkpoints)
     if before.precisions is not None and after.precisions is not None:
@@ -100,6 +103,26 @@ def _constraint(shape: tuple[int, ...], before: str, after: str, count: int, at:
     return Difference(kind='constraint', subject=subject, before=before, after=after, at=at)
 
 
+def _collectives(
+    before: Sequence[RecordedCollective], after: Sequence[RecordedCollective]
+) -> Iterator[Difference]:
+    """Exchanges that the code asks for more or less often."""
+    old, new = ({(c.name, c.axes): c for c in held} for held in (before, after))
+    for key in sorted({**old, **new}):
+        one, other = old.get(key), new.get(key)
+        was, now = (c.count if c is not None else 0 for c in (one, other))
+        if was == now:
+            continue
+        places = [c.at if c is not None else () for c in (one, other)]
+        yield Difference(
+            kind='collective',
+            subject=f'{key[0]} over {", ".join(key[1])} in the code',
+            before=f'{was:,} times' if was else '',
+            after=f'{now:,} times' if now else '',
+            at=new_places(*places) if now > was else new_places(*places[::-1]),
+        )
+
+
 def _checkpoints(
     before: Sequence[RecordedCheckpoint], after: Sequence[RecordedCheckpoint]
 ) -> Iterator[Difference]:
@@ -142,9 +165,9 @@ def _precisions(
                 ', '.join(f'{d} {share_str(held[d])}' for d in changed if d in held) or 'none'
                 for held in shares
             )
-            most = max(changed, key=lambda d: shares[1].get(d, 0) - shares[0].get(d, 0))
-            grown = [at for held in (old, new) if most in held for at in held[most].at]
-            at = _converted(before, after) or new_places((), grown)
+            changed.sort(key=lambda d: shares[1].get(d, 0) - shares[0].get(d, 0))
+            grown = [at for held in (old, new) for at in getattr(held.get(changed[-1]), 'at', ())]
+            at = _converted(before, after, changed[0], changed[-1]) or new_places((), grown)
             subject = f'types of {family}'
             yield Difference(kind='precision', subject=subject, before=was, after=now, at=at)
 
@@ -157,15 +180,27 @@ def _other_share(family: str, was: float | None, now: float | None) -> bool:
 
 
 def _converted(
-    before: Sequence[RecordedPrecision], after: Sequence[RecordedPrecision]
+    before: Sequence[RecordedPrecision],
+    after: Sequence[RecordedPrecision],
+    shrunk: str,
+    grown: str,
 ) -> At | None:
-    """The first line that converts arrays in one program only, or whose text changed; or None."""
+    """The line of a conversion that explains why arithmetic has another type; None without one.
+
+    Args:
+      before, after: the types of two programs.
+      shrunk, grown: the types that less and more of the arithmetic has.
+    """
     old, new = (
-        [at for p in held if p.family == 'conversions' for at in p.at] for held in (before, after)
+        [(p.dtype.rpartition(' ')[2], at) for p in held if p.family == 'conversions' for at in p.at]
+        for held in (before, after)
     )
-    known = {at.text for at in old}, {at.text for at in new}
-    found = [at for at in old if at.text not in known[1]]
-    found += [at for at in new if at.text not in known[0]]
+    known = {at.text for _, at in old}, {at.text for _, at in new}
+    gone = [(to, at) for to, at in old if at.text not in known[1]]
+    added = [(to, at) for to, at in new if at.text not in known[0]]
+    found = [at for to, at in gone if to in shrunk.split()]
+    found += [at for to, at in added if to in grown.split()]
+    found += [at for _, at in (*gone, *added)]
     return found[0] if found else None
 
 

@@ -96,6 +96,23 @@ class RecordedConstraint:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordedCollective:
+    """An exchange that the code asks for by itself, as inside of a shard_map.
+
+    Attributes:
+      name: what it asks for: 'psum', 'ppermute'.
+      axes: the mesh axes.
+      count: how often it is executed.
+      at: its lines, and after them the lines that call these.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    count: int
+    at: tuple[At, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordedCheckpoint:
     """A part of the code that `jax.checkpoint` computes again.
 
@@ -198,6 +215,7 @@ class Record:
       exchanges: what a device sends.
       arguments, results: their arrays.
       constraints: the layouts that the code states inside.
+      collectives: the exchanges that the code asks for by itself.
       checkpoints: the parts that `jax.checkpoint` computes again.
       precisions: the types of the arithmetic.
       loops: the lengths of the loops in the code, in ascending order.
@@ -222,6 +240,7 @@ class Record:
     program_flops: float | None = None
     results: tuple[RecordedArray, ...] | None = None
     constraints: tuple[RecordedConstraint, ...] | None = None
+    collectives: tuple[RecordedCollective, ...] | None = None
     checkpoints: tuple[RecordedCheckpoint, ...] | None = None
     precisions: tuple[RecordedPrecision, ...] | None = None
     loops: tuple[int, ...] | None = None

@@ -107,6 +107,7 @@ def record_program(
         arguments=tuple(_arrays(held, donated)),
         results=tuple(_arrays(list_results(traced, results, mesh), None)),
         constraints=facts.constraints,
+        collectives=facts.collectives,
         checkpoints=facts.checkpoints,
         precisions=facts.precisions,
         loops=facts.loops,

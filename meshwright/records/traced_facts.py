@@ -23,6 +23,7 @@ from meshwright.jaxpr.writing_out import spec_axes
 from meshwright.records.record import (
     At,
     RecordedCheckpoint,
+    RecordedCollective,
     RecordedConstraint,
     RecordedPrecision,
 )
@@ -44,6 +45,11 @@ from partitioning.products.flops import (
 from partitioning.rules import from_tuple, spec_str
 
 _CHECKPOINTS = ('checkpoint', 'remat', 'remat2')
+# The names of some have changed between versions of jax.
+_COLLECTIVES = {name: name for name in names_in('pmax pmin ppermute all_gather all_to_all')}
+_COLLECTIVES |= dict.fromkeys(('psum', 'psum2', 'psum_invariant'), 'psum')
+_COLLECTIVES |= {'all_gather_invariant': 'all_gather', 'reduce_scatter': 'psum_scatter'}
+_COLLECTIVES |= {'psum_scatter': 'psum_scatter', 'ragged_all_to_all': 'ragged_all_to_all'}
 _EXPONENTIALS = names_in('exp exp2 expm1 log log1p logistic tanh erf rsqrt sqrt pow')
 _MAXIMA = names_in('reduce_max reduce_min argmax argmin sort top_k approx_top_k')
 _SUMS = names_in('reduce_sum cumsum cumlogsumexp reduce_prod')
@@ -57,11 +63,12 @@ class TracedFacts:
     """What the code of a function says.
 
     Attributes:
-      constraints, checkpoints, precisions, loops: as in a `Record`.
+      constraints, collectives, checkpoints, precisions, loops: as in a `Record`.
       files: the files of the user's whose lines the function has, as paths.
     """
 
     constraints: tuple[RecordedConstraint, ...]
+    collectives: tuple[RecordedCollective, ...]
     checkpoints: tuple[RecordedCheckpoint, ...]
     precisions: tuple[RecordedPrecision, ...]
     loops: tuple[int, ...]
@@ -109,6 +116,7 @@ def find_facts(jaxpr: Any, sizes: Mapping[str, int]) -> TracedFacts:
     }
     return TracedFacts(
         constraints=tuple(_constraints(executed, sizes)),
+        collectives=tuple(_collectives(executed)),
         checkpoints=tuple(_checkpoints(executed)),
         precisions=tuple(_precisions(executed)),
         loops=tuple(sorted(_loops(executed))),
@@ -186,6 +194,25 @@ def _spec_str(spec: Any, rank: int, sizes: Mapping[str, int]) -> str:
     text = spec_str(jax.sharding.PartitionSpec(*(from_tuple(a or ()) for a in axes)))
     open_at = [str(i) for i, is_open in enumerate(open_entries) if is_open]
     return f'{text}, open in {", ".join(open_at)}' if open_at else text
+
+
+def _collectives(executed: Sequence[_Executed]) -> Iterator[RecordedCollective]:
+    counts: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
+    lines: dict[tuple[str, tuple[str, ...]], list[tuple[str, ...]]] = {}
+    for one in executed:
+        name = _COLLECTIVES.get(one.equation.primitive.name)
+        if name is None or not one.is_forward:
+            continue
+        params = one.equation.params
+        given = params.get('axes', params.get('axis_name', ()))
+        axes = given if isinstance(given, tuple | list) else (given,)
+        key = name, tuple(str(axis) for axis in axes)
+        counts[key] += one.times
+        own = [line for line in one.stack if not is_library(line)]
+        lines.setdefault(key, []).append(tuple(own[:_CALLERS]))
+    for (name, axes), count in sorted(counts.items()):
+        at = _places(lines[name, axes])
+        yield RecordedCollective(name=name, axes=axes, count=count, at=at)
 
 
 def _checkpoints(executed: Sequence[_Executed]) -> Iterator[RecordedCheckpoint]:
