@@ -64,7 +64,7 @@ def compare_records(
     found += [
         *_notes(before.rematerialized, after.rematerialized, 'rematerialization', {}),
         *_notes(before.recompiled, after.recompiled, 'recompilation', names),
-        *compare_exchanges(before, after, names, tolerances),
+        *compare_exchanges(before, after, names, tolerances, by_weight=bool(found)),
         *_memory(before, after, tolerances),
     ]
     if (

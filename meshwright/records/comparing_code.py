@@ -22,7 +22,7 @@ _SAME_FLOPS = 1e-3  # the share by which FLOPs may differ
 # If a loop is written out, the first layer may need no gradient of its input, a third of its FLOPs.
 _OF_ONE_LAYER = 0.4
 _SAME_SHARE = 0.01  # of one kind of arithmetic that may have another type
-_SAME_ELEMENTWISE = 0.01  # of elementwise operations, of which few may have any type
+_ELEMENTWISE = 'elementwise operations'  # of which few may have any type
 
 
 def compare_code(before: Record, after: Record, pairs: Sequence[Pair]) -> Iterator[Difference]:
@@ -46,7 +46,14 @@ def compare_code(before: Record, after: Record, pairs: Sequence[Pair]) -> Iterat
     if before.checkpoints is not None and after.checkpoints is not None:
         yield from _checkpoints(before.checkpoints, after.checkpoints)
     if before.precisions is not None and after.precisions is not None:
-        yield from _precisions(before.precisions, after.precisions)
+        # What is computed again for another policy is elementwise, too.
+        same_remat = _policies(before) == _policies(after)
+        yield from _precisions(
+            *(
+                [p for p in held if same_remat or p.family != _ELEMENTWISE]
+                for held in (before.precisions, after.precisions)
+            )
+        )
     yield from _flops(before, after)
 
 
@@ -123,6 +130,10 @@ def _collectives(
         )
 
 
+def _policies(record: Record) -> set[str]:
+    return {checkpoint.policy for checkpoint in record.checkpoints or ()}
+
+
 def _checkpoints(
     before: Sequence[RecordedCheckpoint], after: Sequence[RecordedCheckpoint]
 ) -> Iterator[Difference]:
@@ -174,9 +185,9 @@ def _precisions(
 
 def _other_share(family: str, was: float | None, now: float | None) -> bool:
     """Whether another share of one kind of arithmetic has a type; None if none has it."""
-    if family == 'elementwise operations':
-        return abs((was or 0) - (now or 0)) > _SAME_ELEMENTWISE
-    return was is None or now is None or abs(was - now) > _SAME_SHARE
+    if family != _ELEMENTWISE and (was is None or now is None):
+        return True
+    return abs((was or 0) - (now or 0)) > _SAME_SHARE
 
 
 def _converted(
@@ -185,23 +196,22 @@ def _converted(
     shrunk: str,
     grown: str,
 ) -> At | None:
-    """The line of a conversion that explains why arithmetic has another type; None without one.
+    """The line of a conversion or product that explains why a type changed; None without one.
 
     Args:
       before, after: the types of two programs.
       shrunk, grown: the types that less and more of the arithmetic has.
     """
-    old, new = (
-        [(p.dtype.rpartition(' ')[2], at) for p in held if p.family == 'conversions' for at in p.at]
-        for held in (before, after)
-    )
-    known = {at.text for _, at in old}, {at.text for _, at in new}
-    gone = [(to, at) for to, at in old if at.text not in known[1]]
-    added = [(to, at) for to, at in new if at.text not in known[0]]
-    found = [at for to, at in gone if to in shrunk.split()]
-    found += [at for to, at in added if to in grown.split()]
-    found += [at for _, at in (*gone, *added)]
-    return found[0] if found else None
+    found: tuple[list[At], list[At]] = ([], [])
+    for family in ('conversions', 'products'):
+        old, new = (
+            [(p.dtype.rpartition(' ')[2], at) for p in held if p.family == family for at in p.at]
+            for held in (before, after)
+        )
+        known = {at.text for _, at in old}, {at.text for _, at in new}
+        found[0].extend(at for to, at in old if to in shrunk.split() and at.text not in known[1])
+        found[1].extend(at for to, at in new if to in grown.split() and at.text not in known[0])
+    return next(iter((*found[0], *found[1])), None)
 
 
 def _flops(before: Record, after: Record) -> Iterator[Difference]:

@@ -117,7 +117,8 @@ class RecordedCheckpoint:
     """A part of the code that `jax.checkpoint` computes again.
 
     Attributes:
-      policy: the name of what it keeps: 'dots_saveable'; 'nothing_saveable' by default.
+      policy: the name of what it keeps: 'dots_saveable'; 'nothing_saveable' by default. Values that
+        the code names for it have an entry "name 'mixed'" each.
       count: how often it is executed.
       at: the lines that call it, and the lines of the functions in it.
     """

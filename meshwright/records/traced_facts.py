@@ -12,6 +12,7 @@ import functools
 import itertools
 import linecache
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -225,6 +226,12 @@ def _checkpoints(executed: Sequence[_Executed]) -> Iterator[RecordedCheckpoint]:
         counts[policy] += one.times
         defined = [_defined_at(body) for body in bodies_of(one.equation)]
         lines.setdefault(policy, []).append((user_line(one.stack), *filter(None, defined)))
+    if counts:  # the names of values matter to policies only
+        for one in executed:
+            if one.equation.primitive.name == 'name' and one.is_forward:
+                name = f"name '{one.equation.params['name']}'"
+                counts[name] += one.times
+                lines.setdefault(name, []).append((user_line(one.stack),))
     for policy, count in sorted(counts.items()):
         yield RecordedCheckpoint(policy=policy, count=count, at=_places(lines[policy]))
 
@@ -243,6 +250,7 @@ def _policy_name(policy: Any) -> str:
     if (name := next((n for n, value in known if value is policy), None)) is not None:
         return name
     name = getattr(policy, '__qualname__', type(policy).__qualname__).partition('.<locals>')[0]
+    name = re.sub(r'(?<=[a-z])(?=[A-Z])', '_', name).lower()  # some versions of jax have classes
     if not str(getattr(policy, '__module__', '')).startswith('jax'):
         return 'a policy of the program'
     held = [cell.cell_contents for cell in getattr(policy, '__closure__', None) or ()]

@@ -149,3 +149,20 @@ def test_figures_may_differ_more_if_the_code_says_the_same():
     assert kinds(made, more) == {'constraint', 'memory'}
     unknown = dataclasses.replace(made, constraints=None, checkpoints=None, precisions=None)
     assert not compare_records(unknown, lost)
+
+
+def test_an_exchange_that_the_code_asks_for_is_missed():
+    """A sum of four bytes is too small to count among exchanges, and is asked for all the same."""
+
+    def of(mean):
+        def inside(x):
+            return x * jax.lax.rsqrt(mean(jnp.mean(x * x)))
+
+        fn = jax.jit(jax.shard_map(inside, mesh=mesh(), in_specs=P('data'), out_specs=P('data')))
+        return record_call(fn, (struct((ROWS, WIDTH), 'data'),), compile=False)[0]
+
+    over_all = of(lambda x: jax.lax.pmean(x, 'data'))
+    [lost] = compare_records(over_all, of(lambda x: x))
+    assert (lost.kind, lost.subject, lost.after) == ('collective', 'psum over data in the code', '')
+    assert 'jax.lax.pmean' in lost.at.text
+    assert not compare_records(over_all, of(lambda x: jax.lax.psum(x, 'data') / 8))
