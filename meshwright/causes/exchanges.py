@@ -165,7 +165,8 @@ def explain_exchange(evidence: Evidence, possible: PossibleChanges) -> Cause:
 
 def _written(operation: str) -> str:
     """The name by which a program asks for an exchange: jax has names of its own for some."""
-    return operation.removesuffix('_invariant').replace('psum2', 'psum')
+    name = operation.removesuffix('_invariant').replace('psum2', 'psum')
+    return name.replace('reduce_scatter', 'psum_scatter')
 
 
 def _explain_gradient(move: Move) -> Cause:

@@ -23,6 +23,8 @@ from meshwright.jaxpr.writing_out import spec_axes
 from partitioning.products.flops import open_jaxpr
 
 UNCHECKED = 'with check_vma=False'  # jax then does not know which arrays are equal
+_AGAIN = 'rematted_computation'  # what the program asks for in its forward pass
+_SCATTERS = names_in('reduce_scatter psum_scatter')
 _SUMS = names_in('psum psum2 psum_invariant')
 
 
@@ -34,9 +36,15 @@ def explain_transposed(evidence: Evidence, graph: ValueGraph) -> str:
       graph: the values of the function.
     """
     value = evidence.value
-    if value is None or not is_backward(evidence.path):
+    if value is None or not is_backward(evidence.path) or _AGAIN in evidence.path:
         return ''
-    if evidence.path.rpartition('/')[2] not in _SUMS:
+    operation = evidence.path.rpartition('/')[2]
+    if operation in _SCATTERS:
+        return (
+            f"jax's transpose of an all_gather sums {what_is(value)} over {over(evidence.axes)}, "
+            'and gives each device its part'
+        )
+    if operation not in _SUMS:
         return ''
     made = _sum_of(value, evidence.axes, graph)
     step = made.maker if made is not None else None

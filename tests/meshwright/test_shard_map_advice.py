@@ -207,3 +207,24 @@ def test_a_sum_that_the_next_iteration_needs_is_not_told_to_leave_the_loop():
     explained = explain(jax.jit(forward), w, struct(mesh, (ROWS, D), 'data'))
     assert [row.kind for row in explained.exchanges] == ['all-reduce']
     assert not explained.suggestions
+
+
+def test_the_scatter_of_a_gradient_is_the_transpose_of_a_gather():
+    """What is recomputed in the backward pass is asked for by the program."""
+    mesh = make_mesh(fsdp=8)
+
+    @jax.checkpoint
+    def product(x, w):
+        return jnp.tanh(x @ jax.lax.all_gather(w, 'fsdp', axis=0, tiled=True))
+
+    mapped = jax.shard_map(
+        product, mesh=mesh, in_specs=(P('fsdp'), P('fsdp')), out_specs=P('fsdp'), check_vma=False
+    )
+
+    def step(w, x):
+        return w - jax.grad(lambda w: (mapped(x, w) ** 2).mean())(w)
+
+    args = struct(mesh, (D, D), 'fsdp'), struct(mesh, (ROWS, D), 'fsdp')
+    rows = {row.kind: row for row in explain(jax.jit(step, donate_argnums=0), *args).exchanges}
+    assert 'the program asks for it with jax.lax.all_gather' in rows['all-gather'].why
+    assert rows['reduce-scatter'].why.startswith("jax's transpose of an all_gather ")
