@@ -1,0 +1,118 @@
+"""What a change promises is what the mended program sends, by compiling that program, too."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from plain_steps import line_of
+
+from meshwright import forecast
+from meshwright.report.suggestions import list_suggestions
+
+ROWS, LENGTH, WIDTH, HIDDEN, WORDS, CHUNKS = 16, 256, 128, 512, 1024, 4
+
+
+def make_mesh(*sizes):
+    axes = ('data', 'model')[: len(sizes)]
+    types = (AxisType.Auto,) * len(sizes)
+    return Mesh(np.reshape(jax.devices(), sizes), axes, axis_types=types)
+
+
+def struct(mesh, shape, *spec):
+    return jax.ShapeDtypeStruct(shape, 'float32', sharding=NamedSharding(mesh, P(*spec)))
+
+
+def lay(mesh, x, *spec):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+
+def in_chunks(mended):
+    """A head that is sharded over the rows' axis, and used in each chunk of the loss."""
+    mesh = make_mesh(8)
+
+    def step(p, x):
+        def loss(p):
+            head = lay(mesh, p['head'], None, None) if mended else p['head']
+            chunks = (x @ p['w']).reshape(ROWS, CHUNKS, -1, WIDTH).swapaxes(0, 1)
+
+            @jax.checkpoint
+            def chunk(total, h):
+                logits = lay(mesh, h @ head, 'data', None, None)
+                return total + jax.nn.logsumexp(logits, -1).sum(), None
+
+            return jax.lax.scan(chunk, 0.0, chunks)[0]
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(loss)(p))
+
+    p = {'w': struct(mesh, (WIDTH, WIDTH)), 'head': struct(mesh, (WIDTH, WORDS), 'data')}
+    out = {name: one.sharding for name, one in p.items()}
+    step_at = line_of(in_chunks, 'lay(mesh, h' + ' @')
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=out)
+    return jitted, (p, struct(mesh, (ROWS, LENGTH, WIDTH), 'data')), step_at, 'p/head once, before'
+
+
+def make_layers(mesh, down, clip=lambda gradient: gradient, average=None):
+    def step(p, a, x):
+        def loss(p):
+            y = x
+            for layer in p:
+                y = y + jax.nn.relu(y @ layer['up']) @ layer['down']
+            return jnp.mean(y**2)
+
+        p = jax.tree.map(lambda p, g: p - 0.1 * g, p, clip(jax.grad(loss)(p)))
+        return p, jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, a, p)
+
+    def layers(up, down):
+        shapes = {'up': ((WIDTH, HIDDEN), up), 'down': ((HIDDEN, WIDTH), down)}
+        return [
+            {name: struct(mesh, shape, *spec) for name, (shape, spec) in shapes.items()}
+            for _ in range(2)
+        ]
+
+    up = P(None, 'model') if len(mesh.shape) > 1 else P('data')
+    p = layers(up, down)
+    a = layers(up, down) if average is None else layers(average, average)
+    out = jax.tree.map(lambda one: one.sharding, (p, a))
+    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=out)
+    return jitted, (p, a, struct(mesh, (ROWS, LENGTH, WIDTH), 'data'))
+
+
+def on_a_wrong_axis(mended):
+    down = P('model', None) if mended else P(None, 'model')
+    return *make_layers(make_mesh(2, 4), down), '0/down', "PartitionSpec('model', None)"
+
+
+def flat_gradients(mended):
+    def clip(gradient):
+        if mended:
+            norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient)))
+            return jax.tree.map(lambda g: g / norm, gradient)
+        flat, restore = ravel_pytree(gradient)
+        return restore(flat / jnp.linalg.norm(flat))
+
+    made = make_layers(make_mesh(2, 4), P('model', None), clip)
+    return *made, line_of(flat_gradients, 'restore = ' + 'ravel'), 'optax.global_norm'
+
+
+def averages(mended):
+    made = make_layers(make_mesh(8), P('data'), average=None if mended else P())
+    return *made, 'a/0/down', "PartitionSpec('data', None)"
+
+
+def sent(made):
+    return sum(collective.total_bytes for collective, _ in made.collectives)
+
+
+@pytest.mark.parametrize('make', [in_chunks, on_a_wrong_axis, flat_gradients, averages])
+def test_the_first_change_sends_what_it_promises(make):
+    fn, args, where, text = make(mended=False)
+    made = forecast(fn, *args)
+    first = list_suggestions(made)[0]
+    assert where in first.where and text in first.text, first
+    fn, args, *_ = make(mended=True)
+    mended = forecast(fn, *args)
+    promised = (1 - first.saved) * sent(made)
+    assert promised == pytest.approx(sent(mended), rel=0.1), (sent(made), first)
+    assert not list_suggestions(mended)
