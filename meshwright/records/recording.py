@@ -63,7 +63,7 @@ def record_call(fn: Any, args: Sequence[Any], **settings: Any) -> tuple[Record, 
       ValueError: as in `forecast`.
     """
     examined = examine(fn, tuple(args), **settings)
-    made = forecast_examined(examined)
+    made = forecast_examined(examined, confirm=False)  # a record has no changes
     target = examined.target
     found = record_program(made, examined.program, target.mesh, examined.held, examined.results)
     return found, made
