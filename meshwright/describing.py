@@ -42,7 +42,7 @@ from partitioning.plan.audit import audit_rows
 from partitioning.rules import LogicalAxisRules
 
 _MORE = 1.02  # of an even share of the FLOPs: above it, devices compute the same
-_MOST, _SECONDS = 3, 60  # changes that are compiled, and how long that may take unasked
+_MOST, _SECONDS = 3, 20  # changes that are compiled, and how long that may take unasked
 _LARGEST = 20  # how many buffers a forecast lists
 # Which figures of a program for virtual CPU devices also hold for the machine of the forecast.
 _STAND_IN = (
@@ -84,7 +84,7 @@ def describe_program(
       explain: whether to find the causes of exchanges and buffers.
       recompile: compiles the function with a change; None compiles no changes.
       thoroughly: whether to compile all changes that may help, however long that takes. If not,
-        changes are compiled for a minute at most, by the time of the function itself, until one
+        changes are compiled for 20 s at most, by the time of the function itself, until one
         helps.
     """
     costs = read_program(program, target)

@@ -70,7 +70,7 @@ def forecast(
         more devices. None tries nothing.
       confirm: whether to compile changes: settings that fit by formula, until the compiler confirms
         one, and the three changes of layouts with which devices send least by formula. By default,
-        changes of layouts are compiled until one helps, if that takes less than a minute.
+        changes of layouts are compiled until one helps, if that takes less than 20 s.
       explain: whether to find the causes of exchanges and buffers.
       on_program: receives the text of the compiled program, if there is one.
       progress: receives a text when a stage begins.

@@ -46,7 +46,10 @@ def compile_variants(
     variants += tuple(_of_pin(pin, advised) for pin in advised.experts[:_EXPERTS])
     variants += tuple(_of_pin(pin, advised) for pin in advised.pins)
     if until_first:  # what only the author can write explains what layouts do not need
-        variants = (advised.variants if advised.told else variants)[:most]
+        left = most - any(one.trial is not None for one in advised.told)
+        variants = (advised.variants if advised.told else variants)[:left]
+        if not left:
+            kept += [v for v in advised.variants if v.helps]
     for number, variant in enumerate(variants):
         if number >= most and any(v.compiled and _is_mended(v.compiled, advised) for v in kept):
             break
