@@ -13,7 +13,7 @@ from meshwright.findings.program_facts import ProgramFacts, axes_lost, free_dime
 from meshwright.findings.wording import axes_str, line_of, type_str
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.primitives import MOVES
-from meshwright.jaxpr.values import Axes, Step, Value
+from meshwright.jaxpr.values import Step, Value
 from partitioning.amounts import bytes_str, bytes_strs
 from partitioning.plan.findings import Finding
 from partitioning.rules import describe_axes
@@ -27,7 +27,7 @@ _CALLBACKS = {
     'outfeed': 'outfeed',
 }
 _BEFORE = 24  # values before a product that are looked at
-_LEAST = 4096  # bytes of a parameter, or of an activation
+LEAST = 4096  # bytes of a parameter, or of an activation
 
 
 def find_cut_products(facts: ProgramFacts) -> Iterator[Finding]:
@@ -37,7 +37,7 @@ def find_cut_products(facts: ProgramFacts) -> Iterator[Finding]:
     axis sharded another dimension of the parameter, nothing would be sent. Where the axis shards
     the batch, the parameter is gathered, as FSDP intends.
     """
-    weights = _paths(facts, facts.weights)
+    weights = paths(facts, facts.weights)
     seen, lines = set[tuple[str, str]](), set[str]()
     found: dict[tuple[str, str, str], list[tuple[Step, int, int]]] = collections.defaultdict(list)
     for step in facts.steps:
@@ -49,7 +49,7 @@ def find_cut_products(facts: ProgramFacts) -> Iterator[Finding]:
             if weight.argument not in weights or other.argument in weights:
                 continue
             for d, dim in enumerate(factors.inputs[number]):
-                is_summed = set(dim) & factors.summed and weight.nbytes >= _LEAST
+                is_summed = set(dim) & factors.summed and weight.nbytes >= LEAST
                 for axis in (weight.axes[d] or ()) if is_summed else ():
                     if (weight.argument, axis) in seen or is_meant(facts, other, axis):
                         continue
@@ -121,12 +121,12 @@ def _describe_gathered(
         line_of(constraint),
         f'this constraint makes {type_str(made)} whole along {axis!r}, and the product at '
         f'{line_of(product)} sums over a dimension of {weight.argument} that is sharded along it: '
-        f'each device gets {_in_place_of(facts, made, given)}, and uses a part of it; write '
+        f'each device gets {in_place_of(facts, made, given)}, and uses a part of it; write '
         f'{axes_str(kept)}',
     )
 
 
-def _in_place_of(facts: ProgramFacts, made: Value, given: Value) -> str:
+def in_place_of(facts: ProgramFacts, made: Value, given: Value) -> str:
     texts = bytes_strs(*(value.shard_bytes(facts.sizes) for value in (made, given)))
     return ' in place of '.join(texts)
 
@@ -163,51 +163,6 @@ def _describe_cut(facts: ProgramFacts, axis: str, group: Sequence[tuple[Step, in
         f'while the other operand is whole along it: the {size} devices along {axis!r} must sum up '
         f'their results, or gather the parameter ({bytes_str(2 * (size - 1) / size * made)} from '
         f'each device); {advice}'
-    )
-
-
-def find_gathered_rows(facts: ProgramFacts) -> Iterator[Finding]:
-    """Constraints that make an activation whole along an axis that divided its rows.
-
-    A sequence may be gathered for attention and scattered after it, which is no fault.
-    """
-    batch = sum(map(facts.shard_bytes, facts.batch))
-    seen = set[str]()
-    for step in facts.steps:
-        if step.name != 'sharding_constraint' or step.is_border or step.place.is_backward:
-            continue
-        given, made = step.inputs[0], step.outputs[0]
-        if given.argument in _paths(facts, facts.weights) or given.gradient_of or given.update_of:
-            continue
-        before = {a: d for d, own in enumerate(given.axes) for a in own or ()}
-        after = {a for own in made.axes for a in own or ()}
-        for axis in before.keys() - after:
-            line = line_of(step)
-            if axis not in facts.first_axes or line in seen:
-                continue
-            if made.shard_bytes(facts.sizes) < max(_LEAST, batch // 8):
-                continue
-            seen.add(line)
-            kept = [
-                _in_order((axis, *(own or ())), given.axes[d] or ())
-                if d == before[axis]
-                else own or ()
-                for d, own in enumerate(made.axes)
-            ]
-            yield Finding(
-                'warning',
-                'gathered rows',
-                line,
-                f'this constraint makes {type_str(made)} whole along {axis!r}, which '
-                f'divides the batch: each device gets {_in_place_of(facts, made, given)}, '
-                f'and computes the same; write {axes_str(kept)}',
-            )
-
-
-def _in_order(axes: Axes, before: Axes) -> Axes:
-    """Mesh axes in the order in which a dimension had them, new ones last."""
-    return tuple(
-        sorted(axes, key=lambda axis: before.index(axis) if axis in before else len(before))
     )
 
 
@@ -259,7 +214,7 @@ def find_host_work(facts: ProgramFacts) -> Iterator[Finding]:
             moved = [
                 (a, b)
                 for a, b in zip(step.inputs, step.outputs, strict=True)
-                if b.on_host and not a.on_host and a.nbytes >= _LEAST
+                if b.on_host and not a.on_host and a.nbytes >= LEAST
             ]
             if moved and not any(v.on_host for v in facts.block.outputs):
                 seen.add(key)
@@ -273,5 +228,5 @@ def find_host_work(facts: ProgramFacts) -> Iterator[Finding]:
                 )
 
 
-def _paths(facts: ProgramFacts, numbers: Sequence[int]) -> set[str]:
+def paths(facts: ProgramFacts, numbers: Sequence[int]) -> set[str]:
     return {facts.path(i) for i in numbers}

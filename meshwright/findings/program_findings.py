@@ -11,6 +11,7 @@ from meshwright.findings import (
     array_checks,
     call_checks,
     gathered_layers,
+    gathered_rows,
     product_checks,
     shard_map_checks,
 )
@@ -29,7 +30,7 @@ _CHECKS: tuple[Callable[[ProgramFacts], Iterator[Finding]], ...] = (
     array_checks.find_whole_arrays,
     shard_map_checks.find_whole_shard_maps,
     product_checks.find_cut_products,
-    product_checks.find_gathered_rows,
+    gathered_rows.find_gathered_rows,
     gathered_layers.find_gathered_layers,
     product_checks.find_indivisible_constraints,
     array_checks.find_unlike_optimizer_states,

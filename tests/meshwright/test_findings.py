@@ -450,6 +450,33 @@ def test_a_sequence_is_gathered_on_purpose_and_rows_are_not():
     assert "whole along 'data'" in found.message
 
 
+def test_all_rows_are_gathered_on_purpose_where_each_device_uses_them_for_its_own_part():
+    mesh = mesh_of(data=8)
+
+    def compare(table, tokens, own):
+        """Looks up all rows in the columns of a device, and compares its rows with all of them."""
+        whole = NamedSharding(mesh, P())
+        rows = table[jax.lax.with_sharding_constraint(tokens, whole)]
+        everyone = jax.lax.with_sharding_constraint(own, whole)
+        return rows.sum(), jax.nn.logsumexp(own @ (2 * everyone).T, axis=-1).mean()
+
+    def struct(shape, dtype, *spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    arguments = struct((64, 64), 'float32', None, 'data'), struct((4096,), 'int32', 'data')
+    own = struct((256, 64), 'float32', 'data')
+
+    def kinds(fn):
+        return [f.kind for f in mw.lint(jax.jit(fn), *arguments, own, compile=False)]
+
+    assert 'gathered rows' not in kinds(compare)
+    assert 'gathered rows' in kinds(
+        lambda table, tokens, own: (
+            jax.lax.with_sharding_constraint(own, NamedSharding(mesh, P())) @ table
+        )
+    )
+
+
 def test_the_order_of_the_axes_of_rows():
     mesh = mesh_of(replica=2, fsdp=4)
 
