@@ -87,7 +87,14 @@ def work_of(tmp_path):
 
 
 @pytest.mark.parametrize(
-    'name', ['Llama-3.1-8B', 'gpt2', 'gemma-2-9b', 'Mixtral-8x7B-v0.1', 'flan-t5-base']
+    'name',
+    [
+        'Llama-3.1-8B',
+        'gpt2',
+        'gemma-2-9b',
+        'Mixtral-8x7B-v0.1',
+        pytest.param('flan-t5-base', marks=pytest.mark.long),
+    ],
 )
 def test_the_gin_settings_train_the_model_of_the_file(name):
     model = model_of(name, dtype='bfloat16')

@@ -90,6 +90,7 @@ def test_decodes_equal_those_of_t5x(name, kind):
     check(found, t5x_reference.arrays(name), kind)
 
 
+@pytest.mark.long
 def test_rows_that_reach_their_end_first_go_on_as_in_t5x():
     model = objective('decoder_only').model
     batch = batch_of('decoder_only', 'beam4')

@@ -93,6 +93,7 @@ def test_a_program_scores_as_t5x_did_from_parameters_on_a_mesh(tmp_path):
     assert description['outputs'] == {'scores': {'shape': [4], 'dtype': 'float32'}}
 
 
+@pytest.mark.long
 def test_a_decoder_continues_its_inputs(tmp_path):
     description = save(decoder_only(), 'decoder_only-legacy-10', tmp_path / 'one')
     batch = inputs('decoder_only', description)
