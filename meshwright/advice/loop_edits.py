@@ -99,7 +99,7 @@ def try_edits(
     for key, sums in later.items():
         if key in found:
             raise ValueError('a loop has both')
-        found[key] = SummedLater(tuple((s.carry, s.equation, s.operand) for s in sums))
+        found[key] = SummedLater(tuple(sums))
     return rewrite(call, found)
 
 
@@ -177,32 +177,38 @@ class SummedLater:
     """Sums over devices that the iterations of a loop add up, to be made once after it.
 
     Attributes:
-      sums: for each sum the number of its array in the carry, the equation, and the number of the
-        operand and result of the equation.
+      sums: the sums of one loop.
     """
 
-    sums: tuple[tuple[int, Any, int], ...]
+    sums: tuple[LaterSum, ...]
 
     def __call__(self, rewriting: Rewriting, equation: Any, args: list[Any]) -> list[Any]:
         first, _ = count_scan_arguments(equation.params)
         numbers: dict[int, set[int]] = {}
         given, added = list(args), dict[int, Any]()
-        for carry, one, n in self.sums:
-            numbers.setdefault(id(one), set()).add(n)
-            added[carry] = given[first + carry]
-            given[first + carry] = _zeros(one, n, given[first + carry])
+        for one in self.sums:
+            numbers.setdefault(id(one.equation), set()).add(one.operand)
+            added[one.carry] = given[first + one.carry]
+            given[first + one.carry] = _zeros(one, given[first + one.carry])
         edits = {key: _skipping(found) for key, found in numbers.items()}
         with rewriting.also(edits):
             made = list(scan(equation, given, rewriting.body(equation.params['jaxpr'])))
-        for carry, one, n in self.sums:
-            alone = one.replace(invars=[one.invars[n]], outvars=[one.outvars[n]])
-            made[carry] = added[carry] + rewriting.do(alone, [made[carry]])[0]
+        for one in self.sums:
+            total = _alone(one.equation, [one.operand])
+            made[one.carry] = added[one.carry] + rewriting.do(total, [made[one.carry]])[0]
         return made
 
 
-def _zeros(one: Any, n: int, before: Any) -> Any:
+def _alone(equation: Any, numbers: Sequence[int]) -> Any:
+    """A sum over devices of some of its operands."""
+    return equation.replace(
+        invars=[equation.invars[n] for n in numbers], outvars=[equation.outvars[n] for n in numbers]
+    )
+
+
+def _zeros(one: LaterSum, before: Any) -> Any:
     """An array to add the operands of a sum to, which differ between its devices."""
-    operand = one.invars[n].aval
+    operand = one.equation.invars[one.operand].aval
     same = operand.size == before.size
     zeros = jax.numpy.zeros_like(before)
     if not same:
@@ -217,11 +223,8 @@ def _skipping(numbers: set[int]) -> Edit:
         made = list(args)
         rest = [n for n in range(len(args)) if n not in numbers]
         if rest:
-            some = equation.replace(
-                invars=[equation.invars[n] for n in rest],
-                outvars=[equation.outvars[n] for n in rest],
-            )
-            for n, one in zip(rest, rewriting.do(some, [args[n] for n in rest]), strict=True):
+            some = rewriting.do(_alone(equation, rest), [args[n] for n in rest])
+            for n, one in zip(rest, some, strict=True):
                 made[n] = one
         return made
 

@@ -25,7 +25,7 @@ from meshwright.causes.cause import CodeChange, Effect, over
 from meshwright.causes.evidence import Evidence
 from meshwright.jaxpr import TracedProgram
 from meshwright.jaxpr.implied_exchanges import KINDS, exchange_axes
-from meshwright.jaxpr.primitives import ELEMENTWISE, MOVES, names_in
+from meshwright.jaxpr.primitives import ELEMENTWISE, MOVES, PSUMS, names_in
 from meshwright.jaxpr.values import Axes, Block, Step, Value, carries, is_backward, ties
 from meshwright.jaxpr.varying import Varying
 from meshwright.program.collectives import RING_SHARES, Collective
@@ -34,7 +34,6 @@ from partitioning.amounts import bytes_str
 from partitioning.hardware import Chip
 
 _GATHERS = names_in('all_gather all_gather_invariant')
-_SUMS = names_in('psum psum2 psum_invariant')
 _SCATTERS = names_in('reduce_scatter psum_scatter')
 _SUMS_AS = frozenset(['all-reduce', 'reduce-scatter'])
 _LEAST = 4096  # bytes of an array on a device
@@ -179,7 +178,7 @@ class _Search:
         held = one.inputs[0].shard_bytes(sizes) - one.outputs[0].shard_bytes(sizes)
         line, around = _line(one), _line(loop)
         more = f', which holds {_HELD} more in the meantime' if held else ''
-        name = 'psum or pmean' if one.name in _SUMS else one.name
+        name = 'psum or pmean' if one.name in PSUMS else one.name
         text = (
             f'leave out the {name} over {over(exchange_axes(one))} of {line}, and write it once '
             f'for the total after the loop at {around}{_outside(loop)}{more}'
@@ -218,7 +217,7 @@ class _Search:
         (value,) = others
         while (made := self.makers.get(id(value))) is not None and _is_multiple(made):
             value = made.inputs[0]
-        if made is None or made.name not in _SUMS | _SCATTERS:
+        if made is None or made.name not in PSUMS | _SCATTERS:
             return None
         number = next(n for n, output in enumerate(made.outputs) if output is value)
         one = dataclasses.replace(made, inputs=[made.inputs[number]], outputs=[value])
@@ -229,7 +228,7 @@ class _Search:
         for step in block.steps:
             for body in step.bodies:
                 yield from self.sums(body, times * step.times)
-            if step.name not in _SUMS or step.params.get('axis_index_groups'):
+            if step.name not in PSUMS or step.params.get('axis_index_groups'):
                 continue
             for number, value in enumerate(step.inputs):
                 if value.shard_bytes(self.laid_out.axis_sizes) < _LEAST or not value.manual:
@@ -272,7 +271,7 @@ class _Search:
     def _summed_before(self, value: Value, axes: set[str]) -> Step | None:
         """The sum over some mesh axes that a value is a copy or a multiple of, or None."""
         while (step := self.makers.get(id(value))) is not None:
-            if step.name in _SUMS:
+            if step.name in PSUMS:
                 return step if axes <= {*exchange_axes(step)} else None
             arrays = [one for one in step.inputs if one.constant is None and one.shape]
             if step.name not in MOVES | ELEMENTWISE or len(arrays) != 1:

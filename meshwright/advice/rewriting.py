@@ -21,16 +21,16 @@ from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshwright.jax_private import TracedCall, at_line_of, bind, trace_again
+from meshwright.jaxpr.primitives import CHECKPOINTS, PSUMS
 from partitioning.hardware.jax_private import manual_axes
 from partitioning.products.flops import bodies_of, count_scan_arguments, open_jaxpr
 
 # Does what an equation does in another way: of the trace, the equation, and its operands.
 Edit = Callable[['Rewriting', Any, list[Any]], list[Any]]
 CALLS = ('jit', 'pjit', 'closed_call', 'core_call', 'custom_jvp_call', 'custom_vjp_call')
-_REMAT = ('checkpoint', 'remat', 'remat2')
-_AGAIN = (*CALLS, *_REMAT, 'scan', 'while', 'cond', 'shard_map')
+_AGAIN = (*CALLS, *CHECKPOINTS, 'scan', 'while', 'cond', 'shard_map')
 _MARKS = ('pvary', 'pbroadcast', 'pcast')  # they say along which axes arrays differ
-_SAME = ('psum', 'psum2', 'psum_invariant', 'pmax', 'pmin')  # of what is the same everywhere
+_SAME = (*PSUMS, 'pmax', 'pmin')  # of what is the same everywhere
 
 
 def rewrite(call: TracedCall, edits: Mapping[int, Edit]) -> TracedCall:
@@ -166,8 +166,8 @@ class Rewriting:
             return list(jax.lax.switch(args[0].astype('int32'), branches, *args[1:]))
         if name == 'shard_map':
             return self.map_shards(equation, args)
-        if name in (*CALLS, *_REMAT) and bodies_of(equation):
-            if name in _REMAT and params.get('differentiated') and params.get('prevent_cse'):
+        if name in (*CALLS, *CHECKPOINTS) and bodies_of(equation):
+            if name in CHECKPOINTS and params.get('differentiated') and params.get('prevent_cse'):
                 args = list(jax.lax.optimization_barrier(args))
             return list(self.body(bodies_of(equation)[0])(*args))
         raise ValueError(f'{name} cannot be traced again')

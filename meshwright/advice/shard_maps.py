@@ -33,13 +33,12 @@ from meshwright.jaxpr.mapped_dimensions import (
     lines_of_shard_maps,
     shard_maps_of,
 )
-from meshwright.jaxpr.primitives import names_in
+from meshwright.jaxpr.primitives import PSUMS
 from meshwright.jaxpr.values import Axes, Block, Value
 from meshwright.program.collectives import Collective
 from partitioning.rules import from_tuple, spec_str
 
 Specs = Mapping[int, tuple[Axes, ...]]
-_SUMS = names_in('psum psum2 psum_invariant')
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -135,7 +134,7 @@ def _divide_sums(mapped: MappedFunction, axis: str) -> WholeShardMap | None:
     As in data parallel training whose specs of the batch lack the axis.
     """
     exchanges = list(mapped.exchanges(axis))
-    if mapped.has_spec(axis) or not exchanges or any(s.name not in _SUMS for s in exchanges):
+    if mapped.has_spec(axis) or not exchanges or any(s.name not in PSUMS for s in exchanges):
         return None
     given = {
         border.params['number']: tuple(

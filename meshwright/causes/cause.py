@@ -296,6 +296,11 @@ def _places(change: SingleChange) -> list[str]:
     return [] if isinstance(change, RuleChange) else [change.source]
 
 
+def source_of(cause: Cause | None, source: str) -> str:
+    """The 'file:line' of a cause, or of the operation that it is of, if the cause has none."""
+    return cause.source if cause is not None and cause.source else source
+
+
 def what_is(value: Value) -> str:
     """Returns what a value is: 'params/w', 'the gradient of params/w' or 'an activation'."""
     if value.argument:

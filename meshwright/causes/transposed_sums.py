@@ -17,7 +17,7 @@ from meshwright.causes.evidence import Evidence
 from meshwright.causes.value_graph import ValueGraph
 from meshwright.jaxpr.implied_exchanges import exchange_axes
 from meshwright.jaxpr.mapped_dimensions import line_of_shard_map, shard_maps_around
-from meshwright.jaxpr.primitives import names_in
+from meshwright.jaxpr.primitives import PSUMS, names_in
 from meshwright.jaxpr.values import Axes, Place, Step, Value, is_backward
 from meshwright.jaxpr.writing_out import spec_axes
 from partitioning.products.flops import open_jaxpr
@@ -25,7 +25,6 @@ from partitioning.products.flops import open_jaxpr
 UNCHECKED = 'with check_vma=False'  # jax then does not know which arrays are equal
 _AGAIN = 'rematted_computation'  # what the program asks for in its forward pass
 _SCATTERS = names_in('reduce_scatter psum_scatter')
-_SUMS = names_in('psum psum2 psum_invariant')
 
 
 def explain_transposed(evidence: Evidence, graph: ValueGraph) -> str:
@@ -44,7 +43,7 @@ def explain_transposed(evidence: Evidence, graph: ValueGraph) -> str:
             f"jax's transpose of an all_gather sums {what_is(value)} over {over(evidence.axes)}, "
             'and gives each device its part'
         )
-    if operation not in _SUMS:
+    if operation not in PSUMS:
         return ''
     made = _sum_of(value, evidence.axes, graph)
     step = made.maker if made is not None else None
@@ -77,12 +76,12 @@ def explain_transposed(evidence: Evidence, graph: ValueGraph) -> str:
 def _sum_of(value: Value, axes: Axes, graph: ValueGraph) -> Value | None:
     """The sum over some mesh axes that takes a value, or makes it, or one that takes its like."""
     for one in (*graph.users(value), value):
-        if one.maker is not None and one.primitive in _SUMS and _is_over(one.maker, axes):
+        if one.maker is not None and one.primitive in PSUMS and _is_over(one.maker, axes):
             return one
     alike = [
         one
         for one in graph.values
-        if one.primitive in _SUMS and one.backward and one.shape == value.shape and one.operands
+        if one.primitive in PSUMS and one.backward and one.shape == value.shape and one.operands
         if one.maker is not None and _is_over(one.maker, axes)
     ]
     # The compiler may have moved the operation before the sum.

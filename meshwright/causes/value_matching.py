@@ -13,6 +13,7 @@ from meshwright.causes.data_flow import DataFlow, Place
 from meshwright.causes.shard_shapes import shard_counts, shard_dimensions
 from meshwright.jaxpr import values
 from meshwright.jaxpr.naming import TracedValues
+from meshwright.jaxpr.primitives import CHECKPOINTS
 from meshwright.jaxpr.values import Value, is_backward, words_of
 from meshwright.program.hlo_text import HloProgram, Instruction
 from meshwright.user_lines import user_line
@@ -21,7 +22,6 @@ from meshwright.user_lines import user_line
 _STACKING = {'broadcast_in_dim', 'dynamic_update_slice', 'while', 'scan', 'squeeze'}
 # The operations of a jax.checkpoint have the line of its caller in compiled programs.
 _HAS_LINES_OF_CALLERS = jax.__version_info__ < (0, 10)
-_CHECKPOINTS = ('checkpoint', 'remat', 'remat2')
 
 
 class Matcher:
@@ -162,7 +162,7 @@ def _checkpoint_around(place: values.Place) -> tuple[str, ...]:
     around = place.around
     while around is not None:
         name = getattr(getattr(around.equation, 'primitive', None), 'name', '')
-        if name in _CHECKPOINTS:
+        if name in CHECKPOINTS:
             return around.lines
         around = around.around
     return ()

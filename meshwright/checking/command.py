@@ -135,7 +135,7 @@ def _must_write(file: Path, now: Record, program: CheckedProgram) -> bool:
     return bool(compare_records(before, now, program.tolerances))
 
 
-def write_answers(verdicts: Sequence[Verdict], folder: Path) -> str | None:
+def write_check(verdicts: Sequence[Verdict], folder: Path) -> str | None:
     """Writes check.json, check.md and the page of the forecasts; returns the path of the page."""
     folder.mkdir(parents=True, exist_ok=True)
     forecasts = [v.forecast for v in verdicts if v.forecast is not None]

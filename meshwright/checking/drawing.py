@@ -50,17 +50,10 @@ def versions_text(verdict: Verdict) -> str:
 def _section(verdict: Verdict, width: int) -> Iterator[str]:
     machine = f' on {verdict.machine}' if verdict.machine else ''
     yield f'{verdict.name}{machine}: {title_of(verdict)}'
-    wrap = textwrap.TextWrapper(
-        width=width,
-        initial_indent='  ',
-        subsequent_indent='    ',
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
     if verdict.message:
-        yield from wrap.wrap(verdict.message)
+        yield from _wrapped(verdict.message, width, 2)
     if verdict.versions:
-        yield from wrap.wrap(f'versions: {versions_text(verdict)}')
+        yield from _wrapped(f'versions: {versions_text(verdict)}', width, 2)
     code = [one for one in verdict.differences if one.is_of_code]
     rest = [one for one in verdict.differences if not one.is_of_code]
     yield from _list('what the code says', code, width)
@@ -73,12 +66,17 @@ def _list(title: str, differences: Sequence[Difference], width: int) -> Iterator
         return
     yield f'  {title}:'
     for one in differences:
-        for text, indent in ((one.line, 4), (str(one.at), 8)):
-            yield from textwrap.wrap(
-                text,
-                width=width,
-                initial_indent=' ' * indent,
-                subsequent_indent=' ' * (indent + 2),
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+        yield from _wrapped(one.line, width, 4)
+        yield from _wrapped(str(one.at), width, 8)
+
+
+def _wrapped(text: str, width: int, indent: int) -> list[str]:
+    """Lines of an indented text; those after the first are indented by two characters more."""
+    return textwrap.wrap(
+        text,
+        width=width,
+        initial_indent=' ' * indent,
+        subsequent_indent=' ' * (indent + 2),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from meshwright.checking.drawing import title_of, versions_text
 from meshwright.checking.pull_request import MARKER
 from meshwright.checking.verdicts import HOW_TO_UPDATE, Verdict
-from meshwright.records.difference import Difference
+from meshwright.records.difference import Difference, signed_share
 from meshwright.records.record import Record
-from partitioning.amounts import bytes_str, seconds_str, share_str
+from partitioning.amounts import bytes_str, seconds_str
 from partitioning.plan.tables import count
 
 _MOST = 60_000  # characters; services refuse comments that are a little longer
@@ -77,7 +77,7 @@ def _time(record: Record) -> str:
 def _change(was: float | None, now: float | None, before: str, after: str) -> str:
     if was is None or now is None or before == after:
         return after
-    share = f' ({"+" if now > was else "-"}{share_str(abs(now / was - 1))})' if was else ''
+    share = f' ({signed_share(now / was - 1)})' if was else ''
     return f'{before} → {after}{share}'
 
 

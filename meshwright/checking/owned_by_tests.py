@@ -38,15 +38,9 @@ def check_tests(settings: CheckSettings, python: str = sys.executable) -> list[V
     root = settings.root.resolve()
     own = [note for note in notes if Path(note['golden']).resolve().is_relative_to(root)]
     verdicts = [_verdict(note, root) for note in sorted(own, key=lambda note: note['golden'])]
-    if ended.returncode not in (0, 5):  # a test failed, so its golden may have no forecast
-        said = [line for line in ended.stdout.splitlines() if line.strip()][-_LAST:]
-        failed = Verdict(
-            name=', '.join(settings.tests),
-            machine='',
-            file='',
-            status='error',
-            message=f'pytest failed: {" / ".join(said) or ended.stderr[-200:]}',
-        )
+    if error := _why_failed(ended):  # a golden of a test that failed may have no forecast
+        name = ', '.join(settings.tests)
+        failed = Verdict(name=name, machine='', file='', status='error', message=error)
         verdicts.append(failed)
     return verdicts
 
@@ -57,9 +51,7 @@ def update_tests(settings: CheckSettings) -> tuple[list[Path], str]:
     lines = ended.stdout.splitlines()
     after = itertools.dropwhile(lambda line: _WRITTEN not in line, lines)
     named = [line for line in itertools.islice(after, 1, None) if line.endswith('.json')]
-    said = [line for line in lines if line.strip()][-_LAST:]
-    error = '' if ended.returncode in (0, 5) else f'pytest failed: {" / ".join(said)}'
-    return [settings.root / line for line in named], error
+    return [settings.root / line for line in named], _why_failed(ended)
 
 
 def _run_pytest(
@@ -75,6 +67,14 @@ def _run_pytest(
         text=True,
         errors='replace',
     )
+
+
+def _why_failed(ended: subprocess.CompletedProcess[str]) -> str:
+    """Why tests failed, in one line; '' if they passed, or if there is none."""
+    if ended.returncode in (0, 5):
+        return ''
+    said = [line for line in ended.stdout.splitlines() if line.strip()][-_LAST:]
+    return f'pytest failed: {" / ".join(said) or ended.stderr[-200:]}'
 
 
 def _verdict(note: Mapping[str, Any], root: Path) -> Verdict:

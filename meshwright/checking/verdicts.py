@@ -11,6 +11,7 @@ from meshwright.checking.processes import Recorded
 from meshwright.records.comparing import compare_records
 from meshwright.records.difference import Difference, Tolerances
 from meshwright.records.record import Record
+from meshwright.report.answers import COMPILERS
 from meshwright.report.forecasts import Forecast
 
 # 'versions': nothing changed but figures that another version of jax or its compiler moved.
@@ -166,7 +167,7 @@ def moved_versions(
 
 def _not_comparable(before: Record, after: Record) -> str:
     """Why two records are of different compilers, or ''."""
-    known = ('libtpu', 'jax-cuda13-plugin', 'jax-cuda12-plugin')
+    known = (*COMPILERS['tpu'], *COMPILERS['gpu'])
     was, now = ({n for n in known if n in record.versions} for record in (before, after))
     if was == now or not was:
         return ''

@@ -16,6 +16,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from meshwright.causes import Cause
+from meshwright.causes.cause import source_of
 from meshwright.checks.expected import Expected, Key, read_expected
 from meshwright.forecasting import forecast
 from meshwright.program.collectives import Collective
@@ -207,7 +208,7 @@ def _lines_of(exchanges: Iterable[tuple[Collective, Cause | None]]) -> Iterator[
     """A line for all exchanges of the same arrays at the same place, the largest sum first."""
     groups: dict[str, list[Collective]] = collections.defaultdict(list)
     for one, cause in exchanges:
-        source = cause.source if cause is not None and cause.source else one.source
+        source = source_of(cause, one.source)
         others = f' and {len(one.arrays) - 1} more' if len(one.arrays) > 1 else ''
         array = cause.array if cause is not None else one.arrays[0] if one.arrays else 'nothing'
         text = f'{one.kind} over {", ".join(one.axes)} of {array}{others}'

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import shutil
 import sys
 import traceback
 from collections.abc import Sequence
@@ -110,7 +109,7 @@ def _run(options: argparse.Namespace, script: dict[str, Any]) -> int:
     from meshwright.dry.summary import summarize
     from meshwright.report.answers import answer_of, answers_json, exit_status
     from meshwright.report.page import write_page
-    from meshwright.report.terminal import forecast_table
+    from meshwright.report.terminal import forecast_table, terminal_width
     from partitioning.hardware import check_flags, describe_topology, parse_topology
     from partitioning.hardware.topology import split_slices
 
@@ -137,8 +136,7 @@ def _run(options: argparse.Namespace, script: dict[str, Any]) -> int:
         if found := findings_text(steps):
             print(f'\n{found}')
         if forecasts:
-            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
-            print('\n' + forecast_table(forecasts[-1:], width=width))
+            print('\n' + forecast_table(forecasts[-1:], width=terminal_width()))
     if folder is not None and forecasts:
         folder.mkdir(parents=True, exist_ok=True)
         write_page(forecasts, folder / 'forecast.html')

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from meshwright.findings.forward_layouts import DENSE_PRODUCTS
@@ -10,7 +9,7 @@ from meshwright.findings.product_checks import LEAST, in_place_of, paths
 from meshwright.findings.program_facts import ProgramFacts
 from meshwright.findings.wording import axes_str, line_of, type_str
 from meshwright.jaxpr.primitives import CONSTRAINTS, ELEMENTWISE, MOVES, PAIRWISE
-from meshwright.jaxpr.values import Axes, Step, Value
+from meshwright.jaxpr.values import Axes, Step, Value, readers_of
 from partitioning.plan.findings import Finding
 
 _AFTER = 64  # values after a constraint that are looked at
@@ -25,7 +24,8 @@ def find_gathered_rows(facts: ProgramFacts) -> Iterator[Finding]:
     of them, or looks them up in its columns of a table.
     """
     batch = sum(map(facts.shard_bytes, facts.batch))
-    weights, readers = paths(facts, facts.weights), _readers(facts)
+    weights = paths(facts, facts.weights)
+    readers = readers_of(step for step in facts.steps if not step.place.is_backward)
     seen = set[str]()
     for step in facts.steps:
         if step.name != 'sharding_constraint' or step.is_border or step.place.is_backward:
@@ -58,15 +58,6 @@ def find_gathered_rows(facts: ProgramFacts) -> Iterator[Finding]:
                 f'divides the batch: each device gets {in_place_of(facts, made, given)}, '
                 f'and computes the same; write {axes_str(kept)}',
             )
-
-
-def _readers(facts: ProgramFacts) -> Mapping[int, Sequence[Step]]:
-    """The steps of the forward pass that read each value, by its id."""
-    readers: dict[int, list[Step]] = collections.defaultdict(list)
-    for step in facts.steps:
-        for value in () if step.place.is_backward else step.inputs:
-            readers[id(value)].append(step)
-    return readers
 
 
 def _meets_parts(

@@ -37,35 +37,45 @@ def find_cut_products(facts: ProgramFacts) -> Iterator[Finding]:
     axis sharded another dimension of the parameter, nothing would be sent. Where the axis shards
     the batch, the parameter is gathered, as FSDP intends.
     """
-    weights = paths(facts, facts.weights)
     seen, lines = set[tuple[str, str]](), set[str]()
     found: dict[tuple[str, str, str], list[tuple[Step, int, int]]] = collections.defaultdict(list)
+    for step, number, d, axis in split_sums(facts):
+        weight, other = step.inputs[number], step.inputs[1 - number]
+        if weight.nbytes < LEAST or (weight.argument, axis) in seen:
+            continue
+        if is_meant(facts, other, axis):
+            continue
+        seen.add((weight.argument, axis))
+        if border_before(facts, other, axis) is not None:
+            continue  # see `shard_map_checks`
+        constraint = _constraint_before(other, axis)
+        if constraint is None:
+            found[line_of(step), axis, axes_str(weight.axes)].append((step, number, d))
+        elif line_of(constraint) not in lines:
+            lines.add(line_of(constraint))
+            yield _describe_gathered(facts, axis, constraint, step, weight)
+    for (line, axis, _), group in found.items():
+        yield Finding('warning', 'cut product', line, _describe_cut(facts, axis, group))
+
+
+def split_sums(facts: ProgramFacts) -> Iterator[tuple[Step, int, int, str]]:
+    """The products of the forward pass that sum over a sharded dimension of a parameter.
+
+    Yields:
+      The product, the number of the parameter among its operands, the number of the dimension, and
+      the mesh axis.
+    """
+    weights = paths(facts, facts.weights)
     for step in facts.steps:
         if step.name not in DENSE_PRODUCTS or step.place.is_backward:
             continue
         factors = find_factors(step)
         for number, weight in enumerate(step.inputs[:2]):
-            other = step.inputs[1 - number]
-            if weight.argument not in weights or other.argument in weights:
+            if weight.argument not in weights or step.inputs[1 - number].argument in weights:
                 continue
             for d, dim in enumerate(factors.inputs[number]):
-                is_summed = set(dim) & factors.summed and weight.nbytes >= LEAST
-                for axis in (weight.axes[d] or ()) if is_summed else ():
-                    if (weight.argument, axis) in seen or is_meant(facts, other, axis):
-                        continue
-                    seen.add((weight.argument, axis))
-                    if border_before(facts, other, axis) is not None:
-                        continue  # see `shard_map_checks`
-                    constraint = _constraint_before(other, axis)
-                    if constraint is not None and line_of(constraint) not in lines:
-                        lines.add(line_of(constraint))
-                        yield _describe_gathered(facts, axis, constraint, step, weight)
-                    if constraint is not None:
-                        continue
-                    key = line_of(step), axis, axes_str(weight.axes)
-                    found[key].append((step, number, d))
-    for (line, axis, _), group in found.items():
-        yield Finding('warning', 'cut product', line, _describe_cut(facts, axis, group))
+                for axis in (weight.axes[d] or ()) if {*dim} & factors.summed else ():
+                    yield step, number, d, axis
 
 
 def _values_before(value: Value, *, moved: bool = False) -> Iterator[Value]:

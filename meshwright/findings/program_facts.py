@@ -20,7 +20,7 @@ from meshwright.findings.forward_layouts import ForwardLayouts
 from meshwright.jax_private import TracedCall
 from meshwright.jaxpr.linked_dimensions import LinkedDimensions
 from meshwright.jaxpr.naming import name_values
-from meshwright.jaxpr.values import TO_GLOBAL, TO_LOCAL, Axes, Block, Step
+from meshwright.jaxpr.values import TO_GLOBAL, TO_LOCAL, Axes, Block, Step, steps_in
 from meshwright.jaxpr.writing_out import spec_axes, write_out
 from partitioning.rules import MeshLike, axis_sizes
 
@@ -70,7 +70,7 @@ class ProgramFacts:
     @functools.cached_property
     def steps(self) -> tuple[Step, ...]:
         """All steps, with the steps in the bodies of loops and branches."""
-        return tuple(_steps_in(self.block))
+        return tuple(steps_in(self.block))
 
     @functools.cached_property
     def axes(self) -> tuple[tuple[Axes, ...], ...]:
@@ -228,13 +228,6 @@ class ProgramFacts:
         """The 'file:line' of the function."""
         about = str(self.traced.jaxpr.jaxpr.debug_info.func_src_info)
         return about.rpartition(' at ')[2]
-
-
-def _steps_in(block: Block) -> Iterator[Step]:
-    for step in block.steps:
-        yield step
-        for body in step.bodies:
-            yield from _steps_in(body)
 
 
 def axes_lost(constraint: Step) -> set[str]:

@@ -6,16 +6,13 @@ from collections.abc import Iterator
 
 from meshwright.advice import shard_maps
 from meshwright.advice.shard_maps import WholeShardMap, divide_shard_map
-from meshwright.findings.forward_layouts import DENSE_PRODUCTS
-from meshwright.findings.product_checks import border_before, is_meant
+from meshwright.findings.product_checks import LEAST, border_before, is_meant, split_sums
 from meshwright.findings.program_facts import ProgramFacts
 from meshwright.findings.wording import axes_str, line_of, type_str
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.mapped_dimensions import MappedFunction, find_mapped_functions
 from meshwright.jaxpr.values import Step
 from partitioning.plan.findings import Finding
-
-_LEAST = 4096  # bytes of an array
 
 
 def find_whole_shard_maps(facts: ProgramFacts) -> Iterator[Finding]:
@@ -28,14 +25,14 @@ def find_whole_shard_maps(facts: ProgramFacts) -> Iterator[Finding]:
     lines = set[str]()
     found = list(shard_maps.find_whole_shard_maps(facts.block, facts.sizes, weights))
     for one in found:
-        if one.line not in lines and one.whole[0].nbytes >= _LEAST:
+        if one.line not in lines and one.whole[0].nbytes >= LEAST:
             lines.add(one.line)
             value = one.whole[0]
             others = f', and {len(one.whole) - 1} more' if len(one.whole) > 1 else ''
             why = f'gathers {type_str(value)}, laid out as {axes_str(value.axes)}{others}'
             yield _finding(facts, one, why)
     for mapped in find_mapped_functions(facts.block):
-        for product, axis, border, e in _products_after(facts, mapped, weights):
+        for product, axis, border, e in _products_after(facts, mapped):
             divided = divide_shard_map(mapped, axis, border.inputs[0], e, facts.sizes)
             if divided is not None and divided.line not in lines:
                 lines.add(divided.line)
@@ -58,7 +55,7 @@ def _finding(facts: ProgramFacts, one: WholeShardMap, why: str) -> Finding:
 
 
 def _products_after(
-    facts: ProgramFacts, mapped: MappedFunction, weights: frozenset[str]
+    facts: ProgramFacts, mapped: MappedFunction
 ) -> Iterator[tuple[Step, str, Step, int]]:
     """The products of a result of a shard_map that sum over a sharded dimension of a parameter.
 
@@ -66,24 +63,15 @@ def _products_after(
       The product, the mesh axis, the end of the shard_map, and the number of the dimension of its
       result that the product sums over.
     """
-    ends = {id(border): border for border in mapped.made}
-    for step in facts.steps if ends else ():
-        if step.name not in DENSE_PRODUCTS or step.place.is_backward:
+    ends = {id(border) for border in mapped.made}
+    for step, number, d, axis in split_sums(facts) if ends else ():
+        other = step.inputs[1 - number]
+        border = border_before(facts, other, axis)
+        if border is None or id(border) not in ends or border.outputs[0].shape != other.shape:
+            continue
+        if mapped.uses(axis) or is_meant(facts, other, axis):
             continue
         factors = find_factors(step)
-        for number, weight in enumerate(step.inputs[:2]):
-            other = step.inputs[1 - number]
-            if weight.argument not in weights or other.argument in weights:
-                continue
-            for d, dim in enumerate(factors.inputs[number]):
-                summed = {*dim} & factors.summed
-                for axis in (weight.axes[d] or ()) if summed else ():
-                    border = border_before(facts, other, axis)
-                    if border is None or id(border) not in ends:
-                        continue
-                    if border.outputs[0].shape != other.shape:
-                        continue
-                    if mapped.uses(axis) or is_meant(facts, other, axis):
-                        continue
-                    array = factors.inputs[1 - number]
-                    yield step, axis, border, next(e for e, f in enumerate(array) if {*f} & summed)
+        summed = {*factors.inputs[number][d]} & factors.summed
+        array = factors.inputs[1 - number]
+        yield step, axis, border, next(e for e, dim in enumerate(array) if {*dim} & summed)

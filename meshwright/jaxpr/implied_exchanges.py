@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.layouts import divide, is_settled, layout_of
-from meshwright.jaxpr.primitives import names_in
+from meshwright.jaxpr.primitives import PSUMS, names_in
 from meshwright.jaxpr.values import (
     TO_GLOBAL,
     TO_LOCAL,
@@ -18,6 +17,7 @@ from meshwright.jaxpr.values import (
     Step,
     Value,
     carries,
+    readers_of,
     ties,
 )
 
@@ -26,7 +26,7 @@ _ADDED = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all')
 # These, and what jax calls the exchanges of a shard_map.
 KINDS = {
     **{kind: kind for kind in _ADDED},
-    **dict.fromkeys(names_in('psum psum2 psum_invariant pmax pmin'), 'all-reduce'),
+    **dict.fromkeys([*PSUMS, 'pmax', 'pmin'], 'all-reduce'),
     **dict.fromkeys(names_in('all_gather all_gather_invariant'), 'all-gather'),
     **dict.fromkeys(names_in('reduce_scatter psum_scatter'), 'reduce-scatter'),
     'all_to_all': 'all-to-all',
@@ -233,10 +233,7 @@ class _Uses:
 
     def __init__(self, block: Block):
         self.maker = {id(value): step for step in block.steps for value in step.outputs}
-        self.readers: dict[int, list[Step]] = collections.defaultdict(list)
-        for step in block.steps:
-            for value in step.inputs:
-                self.readers[id(value)].append(step)
+        self.readers = readers_of(block.steps)
         self._returned = set(map(id, block.outputs))
 
     def only_reader(self, value: Value) -> Step | None:

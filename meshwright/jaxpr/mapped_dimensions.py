@@ -26,6 +26,7 @@ from meshwright.jaxpr.values import (
     Step,
     Value,
     carries,
+    steps_in,
     ties,
 )
 from meshwright.user_lines import line_of_specs, user_line
@@ -123,7 +124,7 @@ def lines_of_shard_maps(place: Place) -> tuple[str, ...]:
 
 def shard_maps_of(block: Block) -> dict[int, Place]:
     """The places of all shard_maps of a function, by the ids of their equations."""
-    borders = (step for step in _steps_in(block) if step.name in (TO_LOCAL, TO_GLOBAL))
+    borders = (step for step in steps_in(block) if step.name in (TO_LOCAL, TO_GLOBAL))
     return {id(step.place.equation): step.place for step in borders}
 
 
@@ -138,7 +139,7 @@ def find_mapped_functions(block: Block) -> Iterator[MappedFunction]:
     borders: dict[int, list[Step]] = {}
     inside: dict[int, list[Step]] = {}
     moved: dict[int, Step] = {}  # what brings arguments into a shard_map, by its results
-    for step in _steps_in(block):
+    for step in steps_in(block):
         if step.name in (TO_LOCAL, TO_GLOBAL):
             borders.setdefault(id(step.place.equation), []).append(step)
         elif _is_shard_map(step.place):
@@ -179,13 +180,6 @@ def _add_taken(block: Block, taken: set[int]) -> None:
         taken |= {id(returned) for _, returned in carries(step)}
         for body in step.bodies:
             _add_taken(body, taken)
-
-
-def _steps_in(block: Block) -> Iterator[Step]:
-    for step in block.steps:
-        yield step
-        for body in step.bodies:
-            yield from _steps_in(body)
 
 
 def shard_maps_around(place: Place) -> Iterator[Place]:

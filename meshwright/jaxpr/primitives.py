@@ -37,3 +37,6 @@ ARITHMETIC = names_in(
     'add add_any sub mul div max min select_n pow square sqrt neg integer_pow abs sign rsqrt clamp'
 )
 CONSTRAINTS = names_in('sharding_constraint reshard')
+# The names of these have changed between versions of jax.
+PSUMS = names_in('psum psum2 psum_invariant')
+CHECKPOINTS = names_in('checkpoint remat remat2')

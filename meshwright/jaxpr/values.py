@@ -12,10 +12,11 @@ values: `naming` adds the names of dimensions and the role of a value, `layouts`
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import source_info_util
@@ -244,6 +245,23 @@ class Block:
     inputs: list[Value]
     steps: list[Step]
     outputs: list[Value]
+
+
+def steps_in(block: Block) -> Iterator[Step]:
+    """All steps, each before the steps of its bodies."""
+    for step in block.steps:
+        yield step
+        for body in step.bodies:
+            yield from steps_in(body)
+
+
+def readers_of(steps: Iterable[Step]) -> dict[int, list[Step]]:
+    """The steps that read each value, by its id."""
+    readers: dict[int, list[Step]] = collections.defaultdict(list)
+    for step in steps:
+        for value in step.inputs:
+            readers[id(value)].append(step)
+    return readers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -118,7 +118,7 @@ class Difference:
         share = self.now / self.was - 1
         if share > _TIMES:
             return f'{share + 1:,.0f} times'
-        return f'{"+" if share > 0 else "-"}{share_str(abs(share))}'
+        return signed_share(share)
 
     @property
     def line(self) -> str:
@@ -129,6 +129,11 @@ class Difference:
             return f'{self.kind} is gone: {self.name}: {self.before}'
         share = f' ({self.share})' if self.share else ''
         return f'{self.name}: {self.before} -> {self.after}{share}'
+
+
+def signed_share(share: float) -> str:
+    """A relative change: '+6.7%'."""
+    return f'{"+" if share > 0 else "-"}{share_str(abs(share))}'
 
 
 def of_numbers(

@@ -17,6 +17,7 @@ from meshwright.auditing import list_results
 from meshwright.calls.compiling import Program
 from meshwright.calls.held import HeldArray
 from meshwright.causes import Cause
+from meshwright.causes.cause import source_of
 from meshwright.examining import examine
 from meshwright.forecasting import forecast_examined
 from meshwright.program.collectives import Collective
@@ -32,7 +33,7 @@ from meshwright.records.record import (
     RecordedNote,
 )
 from meshwright.records.traced_facts import find_facts, place_of
-from meshwright.report.answers import package_versions
+from meshwright.report.answers import COMPILERS, package_versions
 from meshwright.report.forecasts import Forecast
 from meshwright.user_lines import short_source
 from partitioning.plan.tables import spec_or_padded_str
@@ -42,7 +43,6 @@ from partitioning.rules import axis_sizes
 _RECOMPILING = ('changed layout', 'changed type', 'weak type')
 # Libraries whose code can be a part of a program, if the program has loaded them.
 _LIBRARIES = ('flax', 'optax', 'equinox', 'haiku')
-_COMPILERS = {'tpu': ('libtpu',), 'gpu': ('jax-cuda13-plugin', 'jax-cuda12-plugin')}
 _REMATERIALIZED = re.compile(
     r'from sharding (?P<before>\{.*?\}) to (?P<after>\{.*?\}) .*?= (?P<array>\w+\[[\d,]*\])'
 )
@@ -121,7 +121,7 @@ def record_program(
             RecordedBuffer(
                 array=live.array,
                 bytes=live.nbytes,
-                at=place_of(cause.source if cause is not None and cause.source else live.source),
+                at=place_of(source_of(cause, live.source)),
             )
             for live, cause in made.memory.buffers[:_BUFFERS]
         ),
@@ -131,7 +131,7 @@ def record_program(
 def _versions(made: Forecast) -> dict[str, str]:
     """The versions of the packages that a program depends on."""
     known = dict(package_versions())
-    names = ['jax', 'jaxlib', *_COMPILERS.get(made.back_end, ()), 'meshwright']
+    names = ['jax', 'jaxlib', *COMPILERS.get(made.back_end, ()), 'meshwright']
     found = {name: known[name] for name in names if name in known}
     for name in _LIBRARIES:
         if name in sys.modules:
@@ -196,7 +196,7 @@ def record_exchanges(
 
 
 def _place(one: Collective, cause: Cause | None) -> At:
-    line = cause.source if cause is not None and cause.source else one.source
+    line = source_of(cause, one.source)
     return place_of(line, *(('', '') if cause is None else (cause.why, cause.rule)))
 
 

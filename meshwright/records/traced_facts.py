@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from meshwright.jaxpr.primitives import CONSTRAINTS, ELEMENTWISE, names_in
+from meshwright.jaxpr.primitives import CHECKPOINTS, CONSTRAINTS, ELEMENTWISE, PSUMS, names_in
 from meshwright.jaxpr.values import is_backward
 from meshwright.jaxpr.writing_out import spec_axes
 from meshwright.records.record import (
@@ -45,10 +45,9 @@ from partitioning.products.flops import (
 )
 from partitioning.rules import from_tuple, spec_str
 
-_CHECKPOINTS = ('checkpoint', 'remat', 'remat2')
 # The names of some have changed between versions of jax.
 _COLLECTIVES = {name: name for name in names_in('pmax pmin ppermute all_gather all_to_all')}
-_COLLECTIVES |= dict.fromkeys(('psum', 'psum2', 'psum_invariant'), 'psum')
+_COLLECTIVES |= dict.fromkeys(PSUMS, 'psum')
 _COLLECTIVES |= {'all_gather_invariant': 'all_gather', 'reduce_scatter': 'psum_scatter'}
 _COLLECTIVES |= {'psum_scatter': 'psum_scatter', 'ragged_all_to_all': 'ragged_all_to_all'}
 _EXPONENTIALS = names_in('exp exp2 expm1 log log1p logistic tanh erf rsqrt sqrt pow')
@@ -220,7 +219,7 @@ def _checkpoints(executed: Sequence[_Executed]) -> Iterator[RecordedCheckpoint]:
     counts: collections.Counter[str] = collections.Counter()
     lines: dict[str, list[tuple[str, ...]]] = {}
     for one in executed:
-        if one.equation.primitive.name not in _CHECKPOINTS:
+        if one.equation.primitive.name not in CHECKPOINTS:
             continue
         policy = _policy_name(one.equation.params.get('policy'))
         counts[policy] += one.times

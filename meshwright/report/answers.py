@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.causes import Cause
-from meshwright.causes.cause import Effect
+from meshwright.causes.cause import Effect, source_of
 from meshwright.program.collectives import Collective
 from meshwright.report.figures import Sent, sum_collectives
 from meshwright.report.forecasts import Forecast
@@ -38,7 +38,9 @@ FORMAT = 'meshwright answers 1'
 
 Command = Literal['forecast', 'fits', 'dry', 'explain']
 
-_PACKAGES = ('meshwright', 'jax', 'jaxlib', 'libtpu', 'jax-cuda13-plugin', 'jax-cuda12-plugin')
+# The packages with the compilers for the chips of a platform.
+COMPILERS = {'tpu': ('libtpu',), 'gpu': ('jax-cuda13-plugin', 'jax-cuda12-plugin')}
+_PACKAGES = ('meshwright', 'jax', 'jaxlib', *COMPILERS['tpu'], *COMPILERS['gpu'])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -249,7 +251,7 @@ def describe_exchange(collective: Collective, cause: Cause | None = None) -> Ans
         bytes=collective.total_bytes,
         count=collective.count,
         arrays=collective.arrays,
-        source=cause.source if cause is not None and cause.source else collective.source,
+        source=source_of(cause, collective.source),
         cause=None if cause is None else _describe_cause(cause),
     )
 

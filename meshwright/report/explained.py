@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from meshwright.causes import Cause
+from meshwright.causes.cause import source_of
 from meshwright.report.figures import hanging, machine_name, source_name
 from meshwright.report.forecasts import Forecast
 from meshwright.report.page.html_tables import plain_table
@@ -140,7 +141,7 @@ def _row(
         nbytes=nbytes,
         count=count,
         array=cause.array if cause else '',
-        line=(cause.source if cause else '') or source,
+        line=source_of(cause, source),
         why=cause.why if cause else '',
         change=cause.change if cause else '',
         confirmed=cause.confirmed if cause else None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 
 from meshwright.causes import Cause
@@ -29,6 +31,11 @@ _GAP = 2
 _FEW = 5  # exchanges
 _SUMS = ('all-reduce', 'reduce-scatter')
 _LISTED = 8  # replicated arrays, buffers and warnings
+
+
+def terminal_width(otherwise: int = WIDTH) -> int:
+    """The columns of the terminal, or another number if the output goes to a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else otherwise
 
 
 def forecast_table(forecasts: Sequence[Forecast], *, width: int = WIDTH) -> str:

@@ -63,7 +63,7 @@ def check(arguments: Sequence[str], prog: str) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from meshwright.checking.command import CheckRun, check_programs, update_goldens, write_answers
+    from meshwright.checking.command import CheckRun, check_programs, update_goldens, write_check
     from meshwright.checking.settings import read_settings
     from meshwright.checking.verdicts import exit_status
 
@@ -94,7 +94,7 @@ def _check(options: argparse.Namespace) -> int:
             print('nothing changed')
         return 2 if errors else 0
     verdicts = check_programs(settings, run)
-    page = write_answers(verdicts, Path(options.out)) if options.out else None
+    page = write_check(verdicts, Path(options.out)) if options.out else None
     print(_answer(options, verdicts, page))
     return exit_status(verdicts, strict=options.strict)
 
@@ -109,10 +109,10 @@ def _answer(options: argparse.Namespace, verdicts: Sequence[Verdict], page: str 
     from meshwright.checking.document import check_document
     from meshwright.checking.drawing import check_text
     from meshwright.checking.markdown import check_markdown
+    from meshwright.report.terminal import terminal_width
 
     if options.json:
         return json.dumps(check_document(verdicts, page))
     if options.markdown:
         return check_markdown(verdicts, page or '').rstrip('\n')
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
-    return check_text(verdicts, width)
+    return check_text(verdicts, terminal_width())

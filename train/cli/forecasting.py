@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import math
 import os
-import shutil
 import sys
 import textwrap
 import time
@@ -112,6 +111,7 @@ def _answer(options: argparse.Namespace, prog: str) -> int:
     files = [find_gin_file(one) for one in options.runs]
     check_topologies(options.topology)
     from meshwright import forecast_table
+    from meshwright.report.terminal import terminal_width
     from partitioning.hardware import drawing_devices
     from train.planning.machines import check_compilers, parse_machine
 
@@ -133,7 +133,7 @@ def _answer(options: argparse.Namespace, prog: str) -> int:
     if options.json:
         print(_to_json(forecasts, subject))
     else:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
+        width = terminal_width(160)
         for name, text in subject.lines():
             print(textwrap.fill(f'{name:<12}{text}', width, subsequent_indent=' ' * 12))
         print()
