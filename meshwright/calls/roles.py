@@ -27,6 +27,7 @@ _COPIES = frozenset(
     ]
 )
 _READS = PRODUCTS | {'gather'}
+_SUMS = frozenset(['add', 'add_any', 'sub', 'mul', 'div'])  # of weights, such as with an adapter
 _FEW = 2  # arrays of an argument that is not returned; more of them are parameters
 
 
@@ -101,12 +102,22 @@ def _visit(jaxpr: Any, held: dict[Any, set[int]], seen: set[int]) -> None:
         elif name in _COPIES:
             for var in equation.outvars:
                 held[var] = carried[0]
+        elif name == 'dot_general':  # an optimizer may multiply what it updates with itself
+            seen.update(carried[0] ^ carried[1])
         elif name in _READS or name == 'pallas_call' or _repeats(equation):
             seen.update(*carried)
+        elif name in _SUMS and _is_sum(equation):
+            held[equation.outvars[0]] = set[int]().union(*carried)
 
 
 def _arguments(var: Any, held: dict[Any, set[int]]) -> set[int]:
     return set() if isinstance(var, core.Literal) else held.get(var, set())
+
+
+def _is_sum(equation: Any) -> bool:
+    """Whether arrays of one shape are added, or an array is multiplied by a number."""
+    one, other = (var.aval.shape for var in equation.invars)
+    return () in (one, other) if equation.primitive.name in ('mul', 'div') else one == other
 
 
 def _repeats(equation: Any) -> bool:

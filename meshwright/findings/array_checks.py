@@ -11,15 +11,17 @@ import jax
 from jax.sharding import NamedSharding
 
 from meshwright.causes.row_axes import ROW_AXES
+from meshwright.findings.forward_layouts import DENSE_PRODUCTS
 from meshwright.findings.program_facts import ProgramFacts, free_dimension
 from meshwright.findings.wording import and_more, axes_str, line_of, type_str
+from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.values import Axes, Step
 from partitioning.amounts import bytes_str, bytes_strs, share_str
 from partitioning.plan.findings import Finding
 
 _SHARE_OF_ROWS, _SHARE = 0.05, 0.15  # of the parameters of a device, for an array to be large
 _LARGE_CONSTANT, _LEAST_CONSTANT = 2**20, 2**16  # bytes
-_SHARE_OF_BATCH = 0.05
+_SHARE_OF_BATCH, _SHARE_OF_MEMORY = 0.05, 0.01  # of the arguments of a device
 _LEAST = 1024  # bytes of an array that is worth a finding
 
 
@@ -37,7 +39,7 @@ def find_whole_arrays(facts: ProgramFacts) -> Iterator[Finding]:
         for i in facts.weights:
             if _has(facts.axes[i], axis) or facts.nbytes(i) < max(least, _LEAST):
                 continue
-            if i in like_others:
+            if i in like_others or _is_divided(facts, i, axis):
                 continue
             alike = [j for j in sharded if _are_alike(facts, i, j)]
             like = next((j for j in alike if _last(facts.path(i)) == _last(facts.path(j))), None)
@@ -79,15 +81,48 @@ def _gathered(facts: ProgramFacts, group: Sequence[int], axis: str) -> str:
     return f'; each time it is gathered for use, a device sends {bytes_str(sent)}' if sent else ''
 
 
+def _is_divided(facts: ProgramFacts, i: int, axis: str) -> bool:
+    """Whether devices along an axis multiply an array with different rows, as far as is known.
+
+    Such as the second factor of an adapter, whose first one has sharded rows.
+    """
+    if axis in facts.row_axes or axis in ROW_AXES:
+        return False
+    uses = facts.uses.get(facts.path(i), ())
+    products = [step for step in uses if step.name in DENSE_PRODUCTS]
+    return len(products) == len(uses) and all(
+        _has_rows_along(facts, step, facts.path(i), axis) for step in products
+    )
+
+
+def _has_rows_along(facts: ProgramFacts, product: Step, path: str, axis: str) -> bool:
+    factors = find_factors(product)
+    return any(
+        facts.layouts.may_have(other, d, axis)
+        for other, dims in zip(product.inputs[:2], factors.inputs, strict=False)
+        for d, dim in enumerate(dims)
+        if other.argument != path and not {*dim} & factors.summed
+    )
+
+
 def _is_large(facts: ProgramFacts, i: int, axis: str, sharded: Sequence[int], share: float) -> bool:
-    """Whether an array without others like it should be sharded along an axis, too."""
-    if not facts.uses.get(facts.path(i)):
+    """Whether an array without others like it should be sharded along an axis, too.
+
+    An axis that shards experts, stages or tables only is not for the other arrays, which may be
+    whole on purpose, as in data parallel training. Lookups in an array of rows that are whole send
+    nothing.
+    """
+    alike = [j for j in sharded if _is_multiplied(facts, j) == _is_multiplied(facts, i)]
+    stacked = all(len(facts.axes[j]) >= 3 and axis in facts.axes[j][0] for j in sharded)
+    if not facts.uses.get(facts.path(i)) or not alike or stacked:
         return False
     if axis in facts.row_axes or axis in ROW_AXES:
         return share >= _SHARE_OF_ROWS
-    # An axis of experts or of stages shards only the first dimension of stacked arrays.
-    stacked = all(len(facts.axes[j]) >= 3 and axis in facts.axes[j][0] for j in sharded)
-    return share >= _SHARE and not stacked
+    return share >= _SHARE and _is_multiplied(facts, i)
+
+
+def _is_multiplied(facts: ProgramFacts, i: int) -> bool:
+    return any(step.name != 'gather' for step in facts.uses.get(facts.path(i), ()))
 
 
 def _are_alike(facts: ProgramFacts, i: int, j: int) -> bool:
@@ -110,6 +145,7 @@ def find_whole_batches(facts: ProgramFacts) -> Iterator[Finding]:
             continue
         if others:
             fitting = [i for i in fitting if facts.nbytes(i) >= _SHARE_OF_BATCH * total]
+            fitting = [i for i in fitting if _is_costly(facts, i)]
         elif axis in facts.activation_axes or (axis in used and not facts.is_meant_for_rows(axis)):
             continue
         if not fitting:
@@ -134,6 +170,12 @@ def find_whole_batches(facts: ProgramFacts) -> Iterator[Finding]:
 def _fits_rows(facts: ProgramFacts, i: int, size: int) -> bool:
     shards = math.prod(facts.sizes.get(a, 1) for a in facts.axes[i][0])
     return facts.block.inputs[i].shape[0] % (shards * size) == 0
+
+
+def _is_costly(facts: ProgramFacts, i: int) -> bool:
+    """Whether an array whose rows are whole costs anything: memory, or work with its rows."""
+    held = sum(map(facts.shard_bytes, range(len(facts.held))))
+    return facts.shard_bytes(i) >= _SHARE_OF_MEMORY * held or bool(facts.uses.get(facts.path(i)))
 
 
 def find_unlike_optimizer_states(facts: ProgramFacts) -> Iterator[Finding]:

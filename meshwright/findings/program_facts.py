@@ -118,9 +118,18 @@ class ProgramFacts:
             # By what is done with it, a single array of the arguments may be an input as well.
             kept = array.role == 'parameters' and ('/' in array.row.path or i in state)
             used = array.role == 'other' and i in state and bool(self.uses.get(array.row.path))
-            if is_float and (named or kept or used):
+            if is_float and (named or kept or used) and not self._has_rows(i):
                 found.append(i)
         return tuple(found)
+
+    def _has_rows(self, i: int) -> bool:
+        """Whether an array has a row for each row of the batch, such as the state of a network."""
+        links = self._laid_out[2]
+        return any(
+            links.are_linked((self.path(i), 0), (self.path(j), 0))
+            for j, array in enumerate(self.held)
+            if self._named_role(j) == 'batch' and array.row.shape and i != j
+        )
 
     @functools.cached_property
     def owners(self) -> dict[int, int]:

@@ -69,8 +69,8 @@ def make_program(mesh, layout, batch=ROW_SPEC, between=None, within=None, **chan
       layout: the spec of each parameter.
       batch: the spec of the batch.
       between, within: the constraints on activations between blocks, and at their begin.
-      changes: `moments`, specs of the optimizer's state; `labels`, the spec of the labels;
-        `donate=False`; `step`, the first value of a counter.
+      changes: `moments`, specs of the optimizer's state; `donate=False`; `step`, the first value of
+        a counter.
     """
     specs = {'between': between, 'in': within}
     tx = optax.adamw(1e-3)
@@ -105,7 +105,7 @@ def make_program(mesh, layout, batch=ROW_SPEC, between=None, within=None, **chan
     state = jax.tree_util.tree_map_with_path(struct, state)
     shardings = jax.tree.map(lambda x: x.sharding, state)
     state['step'] = changes.get('step', state['step'])
-    rows = {'tokens': batch, 'labels': changes.get('labels', batch)}
+    rows = {'tokens': batch, 'labels': batch}
     rows = {
         k: jax.ShapeDtypeStruct((ROWS, LENGTH), 'int32', sharding=NamedSharding(mesh, spec))
         for k, spec in rows.items()
@@ -177,12 +177,6 @@ FAULTS = {
         'whole batch',
         'batch/labels',
         r"its 16 rows are not divided along 'fsdp': the 4 .*; write P\(\('data', 'fsdp'\), None\)",
-    ),
-    'labels whole': (
-        lambda: make_program(mesh_of(data=8), {}, labels=P()),
-        'whole batch',
-        'batch/labels',
-        "16 rows .* along 'data', unlike batch/tokens: each device holds 1.0 kB in place of 128",
     ),
     'a large array whole': (
         lambda: make_program(mesh_of(fsdp=8), FSDP | {'head': P()}, P('fsdp')),
@@ -559,3 +553,33 @@ def test_the_program_of_the_readme(monkeypatch):
     assert mended != program and not findings(mended)
     text = (ROOT / 'README.md').read_text()
     assert "`put((2048, 8192), None, 'model')`, and `@jax.jit(donate_argnames='params')`" in text
+
+
+def test_states_of_rows_and_factors_of_split_weights_are_whole_on_purpose():
+    """A recurrent network that is data parallel, and whose frozen weights have adapters."""
+    mesh = mesh_of(data=2, model=4)
+
+    def struct(shape, *spec, dtype='float32'):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    def adapted(frozen, adapter, x):
+        return x @ (frozen + adapter['a'] @ adapter['b'])
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def step(params, state, tokens):
+        x = params['embed'][tokens] + state @ params['recurrent']
+        hidden = jax.nn.gelu(adapted(params['up'], params['lora']['up'], x))
+        return adapted(params['down'], params['lora']['down'], hidden)
+
+    params = {
+        'embed': struct((128, 64)),
+        'recurrent': struct((64, 64), None, 'model'),
+        'up': struct((64, 256), None, 'model'),
+        'down': struct((256, 64), 'model'),
+        'lora': {
+            'up': {'a': struct((64, 16)), 'b': struct((16, 256), None, 'model')},
+            'down': {'a': struct((256, 16), 'model'), 'b': struct((16, 64))},
+        },
+    }
+    args = params, struct((16, 64), 'data'), struct((16,), 'data', dtype='int32')
+    assert not mw.lint(step, *args, compile=False)

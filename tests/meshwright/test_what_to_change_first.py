@@ -183,7 +183,7 @@ def test_specs_that_are_tried_send_what_the_same_program_with_them_sends(check_v
     assert '(confirmed by compiling: sends ' in list_suggestions(made)[0].text
 
 
-def test_a_mask_of_each_row_is_sharded_like_its_batch_and_a_table_of_equal_size_is_not_asked_to():
+def test_a_mask_of_each_row_is_sharded_like_its_batch_but_no_table_and_not_a_number_of_each_row():
     mesh = make_mesh(data=8)
 
     def step(w, x, mask, table):
@@ -197,3 +197,9 @@ def test_a_mask_of_each_row_is_sharded_like_its_batch_and_a_table_of_equal_size_
     args = struct(mesh, (WIDTH, WIDTH)), x, mask, table
     (finding,) = lint(jax.jit(step, donate_argnums=0), *args, compile=False)
     assert finding.kind == 'whole batch' and finding.where == 'mask'
+
+    def look_up(w, ids, factors):
+        return update(lambda w: (w[ids] * factors[:, None]).mean(), w)
+
+    ids, factors = struct(mesh, (ROWS,), 'data', dtype='int32'), struct(mesh, (ROWS,))
+    assert not lint(jax.jit(look_up, donate_argnums=0), args[0], ids, factors, compile=False)
