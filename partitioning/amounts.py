@@ -16,7 +16,7 @@ def bytes_str(count: float) -> str:
         return f'{count:.0f} byte{"" if round(count) == 1 else "s"}'
     if count >= 1e9:
         return f'{count / 2**30:,.2f} GiB'
-    return f'{count / 1e6:,.1f} MB' if count >= 1e6 else f'{count / 1e3:,.1f} kB'
+    return f'{count / 1e6:,.1f} MB' if count >= 0.99995e6 else f'{count / 1e3:,.1f} kB'
 
 
 def bytes_strs(*counts: float) -> list[str]:
@@ -53,9 +53,10 @@ def parse_bytes(text: str) -> tuple[float, float]:
 
 def seconds_str(seconds: float) -> str:
     """A time: '12 µs', '640 ms' or '1.23 s'."""
-    if seconds >= 1:
+    # From 0.9995 of a unit on, three digits would be '1e+03' of the smaller one.
+    if seconds >= 0.9995:
         return f'{seconds:,.2f} s'
-    if seconds >= 1e-3:
+    if seconds >= 0.9995e-3:
         return f'{seconds * 1e3:.3g} ms'
     return f'{seconds * 1e6:.3g} µs'
 
@@ -63,7 +64,7 @@ def seconds_str(seconds: float) -> str:
 def flops_str(flops: float) -> str:
     """A number of floating-point operations: '1.25 PFLOP'."""
     for size, prefix in _PREFIXES:
-        if flops >= size:
+        if flops >= 0.9995 * size:
             return f'{flops / size:.3g} {prefix}FLOP'
     return f'{flops:.0f} FLOP'
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from partitioning import AxisRules, PjitPartitioner, TrainState
-from partitioning.amounts import bytes_str
+from partitioning.amounts import bytes_str, flops_str, seconds_str
 from train.reporting.console import RunConsole, SafeConsole
 from train.reporting.meter import format_figures
 from train.reporting.reports import describe_parameters, describe_variables, format_seconds
@@ -110,6 +110,22 @@ def test_the_table_shows_logical_axes_with_their_mesh_axes():
 )
 def test_bytes_for_people(count, text):
     assert bytes_str(count) == text
+
+
+@pytest.mark.parametrize(
+    'written, text',
+    [
+        (seconds_str(2.5e-4), '250 µs'),
+        (seconds_str(9.994e-4), '999 µs'),
+        (seconds_str(9.996e-4), '1 ms'),  # and not 1e+03 µs
+        (seconds_str(0.9994), '999 ms'),
+        (seconds_str(0.9996), '1.00 s'),
+        (flops_str(9.996e11), '1 TFLOP'),
+        (bytes_str(999_960), '1.0 MB'),
+    ],
+)
+def test_an_amount_that_rounds_up_to_a_thousand_takes_the_larger_unit(written, text):
+    assert written == text
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from partitioning.amounts import bytes_str
+from partitioning.amounts import bytes_str, seconds_str
 from train.errors import ConfigError
 from train.models.config import RopeScaling, TransformerConfig
 from train.models.experts import ExpertsConfig
@@ -118,7 +118,7 @@ def write_fit(model: FoundModel, fit: Fit, lines: Sequence[str], file: str = 'ru
     """
     assert fit.candidate is not None and fit.forecast is not None
     memory, time = fit.forecast.memory, fit.forecast.time
-    step = f', {time.seconds:.3g} s per step' if time else ''
+    step = f', {seconds_str(time.seconds)} per step' if time else ''
     head = [
         f'{model.kind} with {model.num_parameters:,} parameters, for {fit.machine}: '
         f'{bytes_str(memory.peak)} per device{step}, by forecast.',
