@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = {
     'partitioning': [
         {'amounts', 'lazy_names', 'library_files', 'untrusted_text', 'values'},
-        {'rules'},
+        {'command_line', 'rules'},
         {'hardware', 'tracebacks'},
         {'constraints', 'layout', 'mesh'},
         {'products', 'state'},
@@ -55,7 +55,7 @@ FLOORS = {
 }
 # What a package may import of the packages below it; None allows everything.
 GROUND = {'amounts', 'hardware', 'layout', 'lazy_names', 'library_files', 'mesh', 'plan'}
-GROUND |= {'products', 'rules'}
+GROUND |= {'command_line', 'products', 'rules'}
 BELOW = {
     'partitioning': {},
     'meshwright': {'partitioning': {*GROUND, 'pictures', 'state', 'untrusted_text'}},

@@ -9,7 +9,9 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from partitioning.command_line import OneLineParser
 
 _DESCRIPTION = """\
 Runs a script, without changing it, as on a machine that you do not have. Its functions are compiled
@@ -26,11 +28,6 @@ the script writes, also with Orbax or TensorFlow, go to a folder that is removed
 The exit status is 0 if all steps fit, 1 if one does not, and 2 if the script failed, or compiled
 nothing for the machine.
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f'error: {message}; see {self.prog} --help\n')
 
 
 def main(arguments: Sequence[str], prog: str = 'meshwright dry') -> int:
@@ -66,13 +63,8 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog=prog,
-        usage=f'{prog} TOPOLOGY [--steps=N] [--process=N] ... -- python ...',
-        description=_DESCRIPTION.format(prog=prog),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    usage = 'TOPOLOGY [--steps=N] [--process=N] ... -- python ...'
+    parser = OneLineParser(prog, usage, _DESCRIPTION)
     parser.add_argument('topology', metavar='TOPOLOGY', help='the machine')
     parser.add_argument(
         '--steps',

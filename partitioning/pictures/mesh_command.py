@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from partitioning.command_line import OneLineParser
 from partitioning.hardware import describe_topology
 from partitioning.mesh.config import MeshConfig
 from partitioning.mesh.order import mesh_table
@@ -80,9 +82,8 @@ def main(
     By default, the arguments are those of this process, and the parser, which gets the flags, is
     the one of `python -m partitioning.mesh`. The picture shows as text where each device is.
     """
-    parser = parser or argparse.ArgumentParser(prog='python -m partitioning.mesh')
+    parser = parser or OneLineParser('python -m partitioning.mesh')
     parser.description = 'Shows the mesh of a machine: axes, networks, hops between neighbours.'
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
         'examples:\n  --topology=v5e:16x16 --num_partitions=8 --png=mesh.png\n'
         '  --topology=v5p:8x8x8 --num_slices=2 --axes=data=-1,model=8 --dcn=data=2'
@@ -94,7 +95,9 @@ def main(
     try:
         mesh = _show(given)
         if with_picture and mesh.size <= _DRAWN:
-            print(mesh_picture(mesh, color=sys.stdout.isatty()))
+            tty = sys.stdout.isatty()
+            columns = shutil.get_terminal_size().columns if tty else None
+            print(mesh_picture(mesh, color=tty, columns=columns))
     except (ValueError, RuntimeError, OSError) as error:
         print(f'error: {printable(str(error))}', file=sys.stderr)
         return 2

@@ -119,8 +119,7 @@ def arrange(
     slices, x, y, z, core = found.T
     cores = int(core.max()) + 1
     planes = placement.bounds[2]
-    if across is None:
-        across = math.ceil(math.sqrt(planes)) if planes > 8 else planes
+    across = across or _across(planes)
     down = math.ceil(planes / across)
     wide, high = placement.bounds[0] + gap, placement.bounds[1] + gap
     plane_x, plane_y = z % across * wide, (z // across + slices * down) * high
@@ -137,36 +136,53 @@ def arrange(
     return places, 1 / cores, sorted(captions)
 
 
+def _across(planes: int) -> int:
+    """How many planes are next to each other on paper."""
+    return math.ceil(math.sqrt(planes)) if planes > 8 else planes
+
+
 _TEXT_GAP = 2  # the spaces between planes
 
 
-def mesh_picture(mesh: Mesh, *, color: bool = False) -> str:
+def mesh_picture(mesh: Mesh, *, color: bool = False, columns: int | None = None) -> str:
     """Draws a mesh as lines of text.
 
     TPUs are at their x and y, with planes of equal z next to each other and slices below each
     other. On other machines, each row is a process. `3.1` is the device that is number 3 on the
-    first axis of more than one device, and number 1 on the second. With `color`, each device is
-    colored by its position on the last axis, with escape codes.
+    first axis of more than one device, and number 1 on the second.
+
+    Args:
+      mesh: the mesh, of real or described devices.
+      color: whether each device is colored by its position on the last axis, with escape codes.
+      columns: the characters of a line. Planes that do not fit next to each other are below each
+        other; a single plane that is wider is drawn whole.
     """
     axes = [i for i, size in enumerate(mesh.devices.shape) if size > 1] or [0]
     positions = np.indices(mesh.devices.shape)[axes].reshape(len(axes), -1).T.tolist()
     labels = ['.'.join(map(str, position)) for position in positions]
     width = max(map(len, labels)) + 2
-    places, _, captions = places_on_paper(mesh)
-    xy = [(round(x, 2), round(y, 2)) for x, y in places.reshape(-1, 2).tolist()]
+    placement = find_placement(mesh)
+    places, _, captions = arrange(placement)
+    if columns is not None and placement.bounds:
+        across = _across(placement.bounds[2])
+        plane = width * len({round(x, 2) for x, _ in places.tolist()}) // across
+        fitting = max(1, (columns + _TEXT_GAP) // (plane + _TEXT_GAP))
+        down = math.ceil(across / min(fitting, across))
+        places, _, captions = arrange(placement, math.ceil(across / down))
+    xy = [(round(x, 2), round(y, 2)) for x, y in places.tolist()]
     # The column of text at which each x begins; there is a gap between planes.
-    columns: dict[float, int] = {}
+    begins: dict[float, int] = {}
     xs, column = sorted({x for x, _ in xy}), 0
     for before, x in itertools.pairwise([xs[0], *xs]):
         column += _TEXT_GAP * (x - before > 1)
-        columns[x] = column
+        begins[x] = column
         column += width
     rows = collections.defaultdict[float, list[tuple[int, str, int | None]]](list)
     for (x, y), label, position in zip(xy, labels, positions, strict=True):
-        rows[y].append((columns[x], f'{label:^{width}}', position[-1]))
+        rows[y].append((begins[x], f'{label:^{width}}', position[-1]))
     for left, top, caption in captions:
-        first = min(x for x in columns if x >= left)
-        rows[top].append((columns[first], f' {caption}', None))
+        first = min(x for x in begins if x >= left)
+        rows[top].append((begins[first], f' {caption}', None))
     lines = [f'each device, as {".".join(mesh.axis_names[axis] for axis in axes)}:']
     for above, y in itertools.pairwise([min(rows), *sorted(rows)]):
         lines += [''] * (y - above > 1)

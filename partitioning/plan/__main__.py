@@ -6,11 +6,11 @@ python -m partitioning.plan before.json after.json
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 from collections.abc import Sequence
 
+from partitioning.command_line import OneLineParser
 from partitioning.plan import Plan, plan_diff
 from partitioning.plan.folding import folded_table
 from partitioning.untrusted_text import printable
@@ -20,9 +20,7 @@ _WIDTH = 160  # in a file or a pipe
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 1 if two plans differ and 2 if a file is not a plan."""
-    parser = argparse.ArgumentParser(
-        prog='python -m partitioning.plan', description=__doc__.partition('\n')[0]
-    )
+    parser = OneLineParser('python -m partitioning.plan', description=__doc__.partition('\n')[0])
     parser.add_argument('plan', help='a file that Plan.save wrote')
     parser.add_argument('after', nargs='?', help='another file, to compare the first with')
     parser.add_argument('--all', action='store_true', help='a row for every array, with reasons')

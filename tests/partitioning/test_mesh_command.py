@@ -167,6 +167,12 @@ def test_every_machine_can_be_drawn(mesh, tmp_path):
     assert sorted(labels) == sorted('.'.join(map(str, place)) for place in positions)
     lines = re.sub(r'\033\[[\d;]*m', '', mesh_picture(mesh, color=True)).splitlines()
     assert [line.rstrip() for line in lines] == mesh_picture(mesh).splitlines()
+    # On a narrow terminal, planes that do not fit next to each other are below each other.
+    narrow = mesh_picture(mesh, columns=48)
+    assert sorted(re.sub(r'(slice|z) \d+,?', '', narrow.partition('\n')[2]).split()) == sorted(
+        labels
+    )
+    assert max(map(len, narrow.splitlines())) <= 48
     pytest.importorskip('matplotlib', reason='pictures need matplotlib')
     draw_mesh(mesh, tmp_path / 'mesh.png', title='a machine')
     picture = pixels(tmp_path / 'mesh.png')[..., :3]

@@ -33,17 +33,20 @@ def test_the_help_has_an_example_of_each_command(capsys, arguments):
         ('eval', ['meshwright eval runs/quickstart --step=225', 'later files override']),
         ('predict', ['meshwright predict runs/translate --beams=4', '--mode', '--top_p']),
         ('generate', ['meshwright generate runs/quickstart --prompt', '--temperature']),
-        ('mesh', ['usage: meshwright mesh [--num_partitions N | --mesh data=4', '--png']),
-        ('plan', ['show      print a plan', 'diff']),
+        ('mesh', ['usage: meshwright mesh [--mesh data=4,model=2]', '--num_partitions', '--png']),
+        ('plan', ['show print a plan', 'diff']),
         ('checkpoint', ['inspect', 'diff', 'verify', 'convert', 'PATH is a step or the folder']),
     ],
 )
-def test_the_help_of_a_command(capsys, name, words):
+def test_the_help_of_a_command(capsys, monkeypatch, name, words):
+    monkeypatch.setenv('COLUMNS', '80')
     with pytest.raises(SystemExit, match='0'):
         main([name, '--help'])
     out = capsys.readouterr().out
-    assert not [part for part in words if part not in out]
-    assert '{' not in out and max(map(len, out.splitlines())) <= 100
+    assert not [part for part in words if part not in ' '.join(out.split())]
+    # Prose is folded; the lines of examples, which are indented, can be pasted.
+    prose = [line for line in out.splitlines() if not line.startswith('  meshwright ')]
+    assert '{' not in out and max(map(len, prose)) <= 80
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from train.cli.command import OneLineParser, run_command
+from partitioning.command_line import OneLineParser
+from train.cli.command import add_traceback, run_command
 
 if TYPE_CHECKING:
     from meshwright.checking.verdicts import Verdict
@@ -57,7 +58,7 @@ def check(arguments: Sequence[str], prog: str) -> int:
     parser.add_argument('--out', metavar='DIR', help='write the answer and the page to DIR')
     parser.add_argument('--json', action='store_true', help='print exact figures as JSON')
     parser.add_argument('--markdown', action='store_true', help='print a comment as Markdown')
-    parser.add_traceback()
+    add_traceback(parser)
     options = parser.parse_args(arguments)
     return run_command(lambda: _check(options), options)
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from absl import logging
 
-from train.cli.command import OneLineParser, run_command
+from partitioning.command_line import OneLineParser
+from train.cli.command import add_traceback, run_command
 
 if TYPE_CHECKING:
     from etils import epath
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str], prog: str) -> int:
         one = verbs.add_parser(command.__name__, help=text, description=text, epilog=_PATHS)
         for name, shown in paths.items():
             one.add_argument(name, metavar=shown)
-        one.add_traceback()
+        add_traceback(one)
         if command is not diff:
             one.add_argument('--step', type=int, metavar='N', help='the step of a run')
         one.set_defaults(command=command)

@@ -9,10 +9,11 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from absl import logging
 
+from partitioning.command_line import OneLineParser
 from partitioning.library_files import is_library_file
 from partitioning.untrusted_text import printable
 from train.cli.interruption import EXIT_CODES
@@ -86,31 +87,9 @@ _FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, and which prints descriptions as they are.
-
-    Args:
-      usage: its arguments in one line, by default as argparse writes them.
-      description: what it does, and examples with {prog} for its name.
-      **settings: other settings of an ArgumentParser.
-    """
-
-    def __init__(self, prog: str, usage: str = '', description: str = '', **settings: Any):
-        super().__init__(
-            prog=prog,
-            usage=f'{prog} {usage}' if usage else None,
-            description=description.format(prog=prog),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-            **settings,
-        )
-
-    def add_traceback(self) -> None:
-        """Adds the flag of `run_command`."""
-        self.add_argument('--traceback', **_FLAGS['traceback'])
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f'error: {printable(message)}; see {self.prog} --help\n')
+def add_traceback(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag of `run_command` to a parser."""
+    parser.add_argument('--traceback', **_FLAGS['traceback'])
 
 
 class CommandParser(OneLineParser):

@@ -9,7 +9,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from train.cli.command import OneLineParser, run_command
+from partitioning.command_line import OneLineParser
+from train.cli.command import add_traceback, run_command
 
 _DESCRIPTION = """\
 Lists the configurations that come with this package, or prints one of them.
@@ -39,7 +40,7 @@ def show_configs(arguments: Sequence[str], prog: str) -> int:
     """Runs `meshwright configs`, and returns its exit status."""
     parser = OneLineParser(prog, '[NAME]', _DESCRIPTION)
     parser.add_argument('name', metavar='NAME', nargs='?', help='the configuration to print')
-    parser.add_traceback()
+    add_traceback(parser)
     options = parser.parse_args(arguments)
 
     def command() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from train.cli.command import OneLineParser, run_command
+from partitioning.command_line import OneLineParser
+from train.cli.command import add_traceback, run_command
 
 _DESCRIPTION = """\
 Says what a compiled program sends and needs, and from which lines, from what XLA has
@@ -39,7 +40,7 @@ def explain_dump(arguments: Sequence[str], prog: str) -> int:
     )
     parser.add_argument('--chip', metavar='CHIP', help='compare the peak with a chip, such as v5e')
     parser.add_argument('--json', action='store_true', help='print exact figures as JSON')
-    parser.add_traceback()
+    add_traceback(parser)
     options = parser.parse_args(arguments)
     return run_command(lambda: _answer(options), options)
 

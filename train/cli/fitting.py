@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from train.cli.command import OneLineParser, run_command
+from partitioning.command_line import OneLineParser
+from train.cli.command import add_traceback, run_command
 from train.cli.forecasting import (
     add_topologies,
     check_topologies,
@@ -60,7 +61,7 @@ def find_machines(arguments: Sequence[str], prog: str) -> int:
     parser.add_argument(
         '--compile', action='store_true', help='confirm the layouts by compiling their steps'
     )
-    parser.add_traceback()
+    add_traceback(parser)
     options = parser.parse_args(arguments)
 
     def command() -> int:

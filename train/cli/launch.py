@@ -8,7 +8,8 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
-from train.cli.command import OneLineParser, run_command
+from partitioning.command_line import OneLineParser
+from train.cli.command import add_traceback, run_command
 from train.cli.commands import COMMANDS as ALL_COMMANDS
 from train.cli.interruption import EXIT_CODES, line_of_process
 from train.processes import signals
@@ -105,7 +106,7 @@ def make_children(
 
 
 def _make_parser(prog: str) -> OneLineParser:
-    usage = '--processes N [--devices_per_process D] [--restarts R] -- RUN ...'
+    usage = '--processes N [--restarts R] [...] -- RUN ...'
     parser = OneLineParser(prog, usage, _DESCRIPTION, epilog=EXIT_CODES)
     add = parser.add_argument
     add('--processes', type=int, required=True, metavar='N', help='the number of processes')
@@ -134,7 +135,7 @@ def _make_parser(prog: str) -> OneLineParser:
         metavar='DIR',
         help='for output of C++ libraries (the temporary folder of the system)',
     )
-    parser.add_traceback()
+    add_traceback(parser)
     return parser
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from partitioning.command_line import OneLineParser
 from partitioning.pictures import mesh_command
 from partitioning.plan import __main__ as plans
-from train.cli.command import OneLineParser
 
 
 def show_mesh(arguments: Sequence[str], prog: str) -> int:
@@ -15,7 +15,7 @@ def show_mesh(arguments: Sequence[str], prog: str) -> int:
     from train.machine import devices as machine
 
     machine.use_virtual_devices(None)
-    usage = '[--num_partitions N | --mesh data=4,model=2] [--topology v5p:4x4x4] [...]'
+    usage = '[--mesh data=4,model=2] [--topology v5p:4x4x4] [...]'
     return mesh_command.main(arguments, OneLineParser(prog, usage), with_picture=True)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.live import Live
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -22,6 +23,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.segment import Segment
+from rich.spinner import Spinner
 from rich.text import Text
 
 from partitioning.untrusted_text import printable
@@ -110,7 +112,10 @@ class RunConsole:
         started = time.perf_counter()
         busy: Any = contextlib.nullcontext()
         if self.is_terminal and self._progress is None:
-            busy = self._console.status(Text(f'{title} ...'), spinner='dots')
+            # A Live draws itself before its thread starts. A rich Status does not, and a line that
+            # is printed at once would follow the spinner on its line.
+            spinner = Spinner('dots', Text(f'{title} ...'), style='status.spinner')
+            busy = Live(spinner, console=self._console, refresh_per_second=12.5, transient=True)
         failing = raise_on_all_processes(title) if together else contextlib.nullcontext()
         with busy, self.activity.doing(title), failing:
             yield
