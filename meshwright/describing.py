@@ -43,6 +43,7 @@ from partitioning.rules import LogicalAxisRules
 
 _MORE = 1.02  # of an even share of the FLOPs: above it, devices compute the same
 _MOST, _SECONDS = 3, 20  # changes that are compiled, and how long that may take unasked
+_ONE = 60  # for so many seconds, one change is compiled that saves much by formula
 _LARGEST = 20  # how many buffers a forecast lists
 # Which figures of a program for virtual CPU devices also hold for the machine of the forecast.
 _STAND_IN = (
@@ -105,7 +106,7 @@ def describe_program(
         laid_out,
         recompile,
         explain=explain,
-        most=_MOST if thoroughly else int(_SECONDS / max(program.seconds, _SECONDS / _MOST)),
+        most=_MOST if thoroughly else _count_compiled(program.seconds),
         until_first=not thoroughly,
     )
     if costs is None and work is not None:
@@ -141,6 +142,11 @@ def describe_program(
         rings=() if target.is_stand_in else tuple(axis_rings(mesh)),
         placement=None if target.is_stand_in else find_placement(mesh),
     )
+
+
+def _count_compiled(seconds: float) -> int:
+    """How many changes are compiled unasked, by the time in which the program was compiled."""
+    return max(int(_SECONDS / max(seconds, _SECONDS / _MOST)), int(seconds <= _ONE))
 
 
 def describe_compiled(call: CompiledCall) -> Forecast:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from meshwright.advice.advised import Advised, Variant
 from meshwright.advice.measuring import Measured
@@ -16,6 +17,8 @@ from meshwright.causes.explaining import Explanation
 from meshwright.jax_private import TracedCall
 
 _TOLD = 3  # changes that only the author can write and that are compiled
+# A change that sends or holds so little is told, although it holds a little more, or sends more.
+_MUCH_LESS, _LITTLE_MORE, _HELD_LESS = 0.8, 1.2, 0.9
 _EXPERTS = 2  # layouts of experts that are compiled although they do not help by formula
 
 
@@ -39,7 +42,8 @@ def compile_variants(
         tried.
     """
     kept: list[Variant] = []
-    told = tuple(_compile_told(advised, before, measure, 1 if until_first else _TOLD))
+    sizes = _sizes_of_told(explanation, advised)
+    told = tuple(_compile_told(advised, sizes, before, measure, 1 if until_first else _TOLD))
     if until_first and any(one.confirmed for one in told):
         return dataclasses.replace(advised, told=told)
     variants = advised.variants[:most]  # the others do less than those that are compiled
@@ -67,14 +71,25 @@ def compile_variants(
     return dataclasses.replace(advised, variants=tuple(kept), told=told)
 
 
+def _sizes_of_told(explanation: Explanation, advised: Advised) -> dict[str, float]:
+    """The bytes of the exchanges that each change is for which only the author can write."""
+    found: dict[str, float] = collections.defaultdict(float)
+    for (one, _), evidence in zip(explanation.collectives, explanation.evidence, strict=True):
+        for text in {told.change.text for told in advised.told if told.is_of(one, evidence)}:
+            found[text] += one.total_bytes
+    return found
+
+
 def _compile_told(
     advised: Advised,
+    sizes: Mapping[str, float],
     before: Measured,
     measure: Callable[[TracedCall], Measured | None],
     most: int,
 ) -> Iterator[Told]:
     """What only the author can write, without what was compiled and does not help."""
     texts = dict.fromkeys(one.change.text for one in advised.told if one.trial is not None)
+    texts = dict.fromkeys(sorted(texts, key=lambda text: -sizes.get(text, 0.0)))
     compiled: dict[str, Measured | None] = {}
     for one in advised.told:
         text = one.change.text
@@ -85,9 +100,23 @@ def _compile_told(
         after = compiled.get(text)
         if after is None:
             yield one
-        elif after.is_better(before):
-            effect, gone = _effect(before, after), after.gone(before)
-            yield dataclasses.replace(one, effect=effect, confirmed=True, gone=gone)
+            continue
+        effect = _effect(before, after)
+        if after.is_better(before) or _is_worth(one, effect):
+            yield dataclasses.replace(one, effect=effect, confirmed=True, gone=after.gone(before))
+        elif after.sent < before.sent:
+            yield dataclasses.replace(one, effect=effect, confirmed=False)
+
+
+def _is_worth(one: Told, effect: Effect) -> bool:
+    """Whether a change saves much more of one figure than it costs of another one.
+
+    What devices do alike costs memory. What is held for longer, so that it is sent less often, is
+    for the author to weigh.
+    """
+    (sent, sends), (held, holds) = effect.sent, effect.peak
+    saves = sends < _MUCH_LESS * sent and holds < _LITTLE_MORE * held and not one.is_held_longer
+    return saves or holds < _HELD_LESS * held
 
 
 def _effect(before: Measured, after: Measured) -> Effect:
@@ -96,6 +125,7 @@ def _effect(before: Measured, after: Measured) -> Effect:
         sent=(before.sent, after.sent),
         peak=(before.peak, after.peak),
         seconds=(before.seconds, after.seconds) if known else None,  # type: ignore[arg-type]
+        returned=(before.returned, after.returned),
     )
 
 

@@ -190,7 +190,7 @@ class SummedLater:
             numbers.setdefault(id(one.equation), set()).add(one.operand)
             added[one.carry] = given[first + one.carry]
             given[first + one.carry] = _zeros(one, given[first + one.carry])
-        edits = {key: _skipping(found) for key, found in numbers.items()}
+        edits = {key: skip_sums(found) for key, found in numbers.items()}
         with rewriting.also(edits):
             made = list(scan(equation, given, rewriting.body(equation.params['jaxpr'])))
         for one in self.sums:
@@ -216,7 +216,7 @@ def _zeros(one: LaterSum, before: Any) -> Any:
     return zeros
 
 
-def _skipping(numbers: set[int]) -> Edit:
+def skip_sums(numbers: set[int]) -> Edit:
     """An edit of a sum over devices that leaves some of its operands as they are."""
 
     def edit(rewriting: Rewriting, equation: Any, args: list[Any]) -> list[Any]:
@@ -240,7 +240,7 @@ def leave_out_sums(numbers: set[int], size: int) -> Edit:
     """
 
     def edit(rewriting: Rewriting, equation: Any, args: list[Any]) -> list[Any]:
-        made = _skipping(numbers)(rewriting, equation, args)
+        made = skip_sums(numbers)(rewriting, equation, args)
         return [one * size if n in numbers else one for n, one in enumerate(made)]
 
     return edit

@@ -44,6 +44,10 @@ class LoopGather(Told):
 
     path: str
 
+    @property
+    def is_held_longer(self) -> bool:
+        return True
+
     def is_of(self, collective: Collective, evidence: Evidence | None) -> bool:
         return _path_of(collective, evidence) == self.path and collective.axes == self.axes
 

@@ -12,12 +12,14 @@ Only the author can write it, because the order of the elements is another one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
 from meshwright.advice.estimates import shape_of
 from meshwright.advice.told import Told
-from meshwright.causes.cause import CodeChange, over
+from meshwright.advice.variants import with_splits
+from meshwright.causes.cause import CodeChange, SplitChange, over
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.layouts import axes_of_row
 from meshwright.causes.wording import in_words
@@ -31,6 +33,7 @@ _CUTTING = {'slice': 'slices', 'split': 'splits', 'concatenate': 'concatenates',
 _HALO = 0.2  # an exchange of a smaller share of the operand only moves the edges of the parts
 
 Layout = tuple[Axes, ...]
+Split = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,11 +44,20 @@ class Misfit(Told):
       axes: the mesh axes that it cannot keep.
       shapes: the sizes above 1 of its operand and of its result, sorted.
       nbytes: the size of the operand on a device, in bytes.
+      splits: the reshapes of its line that could split rows in another order.
     """
 
     axes: Axes
     shapes: frozenset[tuple[int, ...]]
     nbytes: float
+    splits: tuple[Split, ...] = ()
+
+    def with_trial(self) -> Misfit:
+        """The same, which can be tried if rows need only be split in another order."""
+        if not self.splits:
+            return self
+        change = SplitChange(source=self.line, splits=self.splits, text='')
+        return dataclasses.replace(self, trial=functools.partial(with_splits, change=change))
 
     def is_of(self, collective: Collective, evidence: Evidence | None) -> bool:
         if evidence is None or not {*collective.axes} & {*self.axes}:
@@ -80,8 +92,11 @@ def find_misfits(
             continue
         search = _Search(value, rows, sizes, row_axes)
         for one in search.reshaped() if value.primitive == 'reshape' else search.cut():
-            found.setdefault((one.line, one.axes), one)
-    return tuple(found.values())
+            first = found.setdefault((one.line, one.axes), one)
+            first = first if first.nbytes >= one.nbytes else one
+            splits = tuple(dict.fromkeys([*found[one.line, one.axes].splits, *one.splits]))
+            found[one.line, one.axes] = dataclasses.replace(first, splits=splits)
+    return tuple(one.with_trial() for one in found.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,11 +121,11 @@ class _Search:
             made = next(o for o, dim in enumerate(factors.outputs[0]) if parts[0] in dim)
             merged = [f for f in factors.outputs[0][made] if factors.sizes[f] > 1]
             if len(parts) > 1 and factors.sizes[parts[0]] % n:
-                yield self._misfit(axes, *self._split(d, axes, n, made))
+                yield self._split(d, axes, n, made)
             elif merged[0] != parts[0]:
                 yield self._misfit(axes, *self._merged(d, axes))
 
-    def _split(self, d: int, axes: Axes, n: int, made: int) -> tuple[str, str]:
+    def _split(self, d: int, axes: Axes, n: int, made: int) -> Misfit:
         given, shape = self.value.operands[0], list(self.value.shape)
         why = (
             f'{self._reshape} splits dimension {d} of {given.shape[d]:,} elements, which is '
@@ -122,18 +137,22 @@ class _Search:
             last += 1
         fits = next((o for o in range(made + 1, last + 1) if shape[o] % n == 0), None)
         if fits is None:
-            return why, f'split dimension {d} at {self.line} so that {n} divides the first part'
-        order = [*range(made), fits, *(o for o in range(made, len(shape)) if o != fits)]
+            text = f'split dimension {d} at {self.line} so that {n} divides the first part'
+            return self._misfit(axes, why, text)
+        order = (*range(made), fits, *(o for o in range(made, len(shape)) if o != fits))
         new = ', '.join(str(shape[o]) for o in order)
         if self._is_of_rows(given, d):
-            return why, (
+            text = (
                 f'write jnp.moveaxis(x.reshape({new}), {made}, {fits}) at {self.line}, so that '
                 'each device keeps its rows'
             )
-        return why, (
+            splits = ((given.shape, self.value.shape, order),)
+            return dataclasses.replace(self._misfit(axes, why, text), splits=splits)
+        text = (
             f'write reshape({new}) at {self.line}, with the part of {shape[fits]:,} that {n} '
             f'devices divide first, or keep {shape[made]:,} arrays in place of one'
         )
+        return self._misfit(axes, why, text)
 
     @property
     def _reshape(self) -> str:

@@ -25,7 +25,7 @@ def with_need(
     collective: Collective, cause: Cause | None, evidence: Evidence | None, advised: Advised
 ) -> Cause | None:
     """A cause that says whether the mathematics and the layout of the parameters need it."""
-    if cause is None or cause.avoidable or cause.change:
+    if cause is None or cause.avoidable or cause.change or cause.traded:
         return cause
     needed = collective.total_bytes < _SMALL * collective.count or not cause.suspect
     needed |= is_needed(evidence, advised) or _sums_parts(evidence, advised)

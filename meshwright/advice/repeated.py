@@ -68,6 +68,10 @@ class Repeated(Told):
         """Whether it is a sum of what all devices have already."""
         return not isinstance(self.edit, LaterSum | EarlyStep)
 
+    @property
+    def is_held_longer(self) -> bool:
+        return not self.is_of_equals
+
     def is_of(self, collective: Collective, evidence: Evidence | None) -> bool:
         if collective.kind not in self.kinds or not {*collective.axes} <= {*self.axes}:
             return False

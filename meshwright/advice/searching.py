@@ -25,12 +25,14 @@ from meshwright.advice.estimates import (
 )
 from meshwright.advice.flattened import find_flattened
 from meshwright.advice.loop_gathers import find_loop_gathers
+from meshwright.advice.merged_factors import find_merged_factors
 from meshwright.advice.misfits import find_misfits
 from meshwright.advice.parameter_candidates import lay_out_parameters
 from meshwright.advice.pins import find_pins, lay_out_experts
 from meshwright.advice.repeated import FREE, find_repeated
 from meshwright.advice.results import find_gathered_results
 from meshwright.advice.rows import MissingRows, find_missing_rows
+from meshwright.advice.scattered_sums import find_scattered_sums
 from meshwright.advice.shard_maps import find_missing_specs
 from meshwright.advice.splits import order_splits
 from meshwright.advice.state_candidates import lay_out_state
@@ -152,7 +154,17 @@ def find_variants(
         rows_axes=around.rows_axes,
         told=(
             *find_gathered_results(call, explanation, base.peak, subject.returned),
-            *_with_effects(specs, subject, base, sends, laid_out),
+            *_with_effects(
+                [
+                    *specs,
+                    *find_merged_factors(laid_out, traced.values),
+                    *find_scattered_sums(laid_out),
+                ],
+                subject,
+                base,
+                sends,
+                laid_out,
+            ),
             # Where specs lack an axis, devices have the same for that reason.
             *(one for one in repeated if not (one.is_of_equals and {*one.axes} <= lacking)),
             *find_loop_gathers(

@@ -31,6 +31,7 @@ class Told(abc.ABC):
       trial: makes the function with the change of its trace; None if that cannot be made.
       effect: what the function sends and holds with the change; None if that is not known.
       confirmed: whether compiling with it has shown that it helps; None if that was not tried.
+        False is for one that sends less at a price.
       gone: the exchanges of the compiled program that are gone with it.
     """
 
@@ -49,12 +50,26 @@ class Told(abc.ABC):
         """Whether a program without the exchange has the same parameters."""
         return True
 
+    @property
+    def is_held_longer(self) -> bool:
+        """Whether an array is held for longer so that less is sent, which the author weighs."""
+        return False
+
     @abc.abstractmethod
     def is_of(self, collective: Collective, evidence: Evidence | None) -> bool:
         """Whether an exchange of the compiled program comes from this place."""
 
     def explain(self, cause: Cause) -> Cause:
         """The cause of such an exchange, with what to write. A rule belongs to its own array."""
+        if self.confirmed is False:
+            return dataclasses.replace(
+                cause,
+                change='',
+                all_changes=(),
+                avoidable=False,
+                traded=str(self.change),
+                effect=self.effect,
+            )
         return dataclasses.replace(
             cause,
             source=self.line or cause.source,

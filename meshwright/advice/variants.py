@@ -140,12 +140,21 @@ def with_change(subject: Subject, change: Change) -> TracedCall | None:
         edited = edit_jaxpr(subject.call.jaxpr, change, subject.mesh, subject.helpers)
         return _again(subject.call, jaxpr=edited)
     if isinstance(change, SplitChange):
-        return _again(subject.call, jaxpr=edit_splits(subject.call.jaxpr, change))
+        return with_splits(subject.call, change)
     if isinstance(change, LayoutChange):
         return _with_layouts(subject, *_layouts_of(subject, change))
     if isinstance(change, StateChange):
         return _with_layouts(subject, dict(change.layouts), dict(change.results))
     return None
+
+
+def with_splits(call: TracedCall, change: SplitChange) -> TracedCall:
+    """The function whose dimensions are split into their parts in another order.
+
+    Raises:
+      ValueError: if it has no such split.
+    """
+    return _again(call, jaxpr=edit_splits(call.jaxpr, change))
 
 
 def _layouts_of(

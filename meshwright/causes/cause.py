@@ -34,11 +34,13 @@ class Effect:
       sent: the bytes that a device sends.
       peak: the peak of its memory, in bytes.
       seconds: the forecast time, or None if the chip has no model.
+      returned: the bytes of what its exchanges return, or None if nothing was compiled.
     """
 
     sent: tuple[float, float]
     peak: tuple[int, int]
     seconds: tuple[float, float] | None = None
+    returned: tuple[float, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,7 @@ class Cause:
         of FSDP and the sums of gradients over the batch.
       effect: what the function sends and holds with the change; None if that was not computed.
       all_changes: the changes that may remove it, the most promising first; `change` is the first.
+      traded: a change that sends less and holds more, or takes longer, by `effect`; '' if none.
     """
 
     source: str
@@ -77,6 +80,7 @@ class Cause:
     needed: bool = False
     effect: Effect | None = None
     all_changes: tuple[Change, ...] = ()
+    traded: str = ''
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

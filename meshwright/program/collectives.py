@@ -70,6 +70,23 @@ class Collective:
         """The bytes that each device sends in one call of the program."""
         return self.wire_bytes * self.count
 
+    @property
+    def result_bytes(self) -> float:
+        """The bytes of the arrays that it returns in one call, as the text of the program has them.
+
+        In a ring, a device sends nearly twice what an all-reduce returns, and somewhat less than
+        what a gather returns.
+        """
+        n = self.group_size
+        if n < 2:
+            return 0.0
+        operands = self.total_bytes / RING_SHARES[self.kind](n)
+        if self.kind == 'all-gather':
+            return operands * n
+        # On TPUs, a reduce-scatter is an all-reduce in a fusion, which keeps a part of it.
+        is_scatter = self.kind == 'reduce-scatter' and not self.instruction.startswith('all-reduce')
+        return operands / n if is_scatter else operands
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshAxes:

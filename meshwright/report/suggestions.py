@@ -65,6 +65,9 @@ def nothing_to_change(forecast: Forecast) -> str:
     causes = [(c, cause) for c, cause in forecast.collectives if cause is not None]
     if not causes:
         return ''
+    traded = next((cause for _, cause in causes if cause.traded), None)
+    if traded is not None:
+        return f'nothing without a price: {traded.traded} ({tried_text(traded)})'
     still_open = [(c, cause) for c, cause in causes if not cause.needed]
     if not still_open:
         written = any(cause.why.startswith(ASKED) for _, cause in causes)

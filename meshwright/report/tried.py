@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from meshwright.causes import Cause
+from meshwright.causes.cause import Effect
 from partitioning.amounts import bytes_strs, seconds_str, share_str
 
 _SMALL = 0.005  # figures that differ by less are left out
+_UNLIKE = 0.05  # shares that differ by more are both told
 
 
 def tried_text(cause: Cause) -> str:
@@ -19,9 +21,9 @@ def tried_text(cause: Cause) -> str:
       40.1% of what a device sends', 'not tried', or 'compiling with it did not help'.
     """
     effect = cause.effect
-    if cause.confirmed is False:
+    if cause.confirmed is False and not cause.traded:
         return 'compiling with it did not help'
-    if cause.confirmed is None:
+    if cause.confirmed is None and not cause.traded:
         if effect is None:
             return 'not tried'
         (sent, sends), (held, holds) = effect.sent, effect.peak
@@ -35,7 +37,7 @@ def tried_text(cause: Cause) -> str:
         return 'confirmed by compiling'
     seconds = effect.seconds or (0.0, 0.0)
     figures = [
-        f'{word} {shown[1]} in place of {shown[0]}'
+        f'{word} {shown[1]} in place of {shown[0]}{_returned(effect) if word == "sends" else ""}'
         for word, shown, (before, after) in (
             ('sends', bytes_strs(*effect.sent), effect.sent),
             ('peak', bytes_strs(*effect.peak), effect.peak),
@@ -43,4 +45,14 @@ def tried_text(cause: Cause) -> str:
         )
         if abs(after - before) > _SMALL * before
     ]
-    return f'confirmed by compiling: {", ".join(figures)}'
+    return f'{"compiled" if cause.traded else "confirmed by compiling"}: {", ".join(figures)}'
+
+
+def _returned(effect: Effect) -> str:
+    """What exchanges return, as the text of the program has it, if that saves another share."""
+    before, after = effect.returned or (0.0, 0.0)
+    (sent, sends) = effect.sent
+    if not before or not sent or abs(sends / sent - after / before) <= _UNLIKE:
+        return ''
+    was, now = bytes_strs(before, after)
+    return f' (the exchanges in its text return {now} in place of {was})'

@@ -101,11 +101,98 @@ def averages(mended):
     return *made, 'a/0/down', "PartitionSpec('data', None)"
 
 
+def in_microbatches(mended):
+    """Rows that are split into microbatches, so that each of them is on a part of the devices."""
+    mesh = make_mesh(8)
+
+    def split(x):
+        if mended:
+            return jnp.moveaxis(x.reshape(-1, CHUNKS, *x.shape[1:]), 1, 0)
+        return x.reshape(CHUNKS, -1, *x.shape[1:])
+
+    def step(p, x):
+        def loss(p, x):
+            return jnp.mean((jax.nn.relu(x @ p['up']) @ p['down']) ** 2)
+
+        def add(total, x):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(p, x)), None
+
+        total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, p), split(x))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, total)
+
+    p = {'up': struct(mesh, (WIDTH, HIDDEN)), 'down': struct(mesh, (HIDDEN, WIDTH))}
+    out = {name: one.sharding for name, one in p.items()}
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=out)
+    x = struct(mesh, (32, LENGTH, WIDTH), 'data')
+    return (
+        jitted,
+        (p, x),
+        line_of(in_microbatches, 'return x.reshape(' + 'CHUNKS'),
+        'jnp.moveaxis(x.reshape(',
+    )
+
+
+def merged_adapters(mended):
+    """Frozen weights whose adapters are added to them, so that gradients of whole weights arise."""
+    mesh = make_mesh(2, 4)
+
+    def adapted(x, w, a, b):
+        return x @ w + (x @ a) @ b if mended else x @ (w + a @ b)
+
+    def step(p, frozen, x):
+        def loss(p):
+            y = jax.nn.relu(adapted(x, frozen['up'], p['up_a'], p['up_b']))
+            return jnp.mean(adapted(y, frozen['down'], p['down_a'], p['down_b']) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(loss)(p))
+
+    frozen = {
+        'up': struct(mesh, (WIDTH, HIDDEN), None, 'model'),
+        'down': struct(mesh, (HIDDEN, WIDTH), 'model'),
+    }
+    p = {
+        'up_a': struct(mesh, (WIDTH, 4)),
+        'up_b': struct(mesh, (4, HIDDEN), None, 'model'),
+        'down_a': struct(mesh, (HIDDEN, 4), 'model'),
+        'down_b': struct(mesh, (4, WIDTH)),
+    }
+    out = {name: one.sharding for name, one in p.items()}
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=out)
+    x = struct(mesh, (ROWS, 16, WIDTH), 'data')
+    return jitted, (p, frozen, x), line_of(merged_adapters, 'else x @ ' + '(w'), '(x @ a) @ b'
+
+
+def sum_of_which_a_part_is_kept(mended):
+    mesh = make_mesh(2, 4)
+
+    def body(x, w):
+        whole = jax.lax.all_gather(x, 'model', axis=1, tiled=True)
+        if mended:
+            return jax.lax.psum_scatter(whole @ w, 'model', scatter_dimension=1, tiled=True)
+        total = jax.lax.psum(whole @ w, 'model')
+        n = x.shape[1]
+        return jax.lax.dynamic_slice_in_dim(total, jax.lax.axis_index('model') * n, n, 1)
+
+    rows = P('data', 'model')
+    specs = {'in_specs': (rows, P(None, None, 'model')), 'out_specs': rows}
+    w = struct(mesh, (WIDTH, WIDTH, 4), None, None, 'model')
+    args = struct(mesh, (ROWS, LENGTH, WIDTH), *rows), w
+    step = jax.jit(jax.shard_map(lambda x, w: body(x, w[..., 0]), mesh=mesh, **specs))
+    at = line_of(sum_of_which_a_part_is_kept, 'jax.lax.psum(' + 'whole')
+    return step, args, at, 'scatter_dimension=1'
+
+
 def sent(made):
     return sum(collective.total_bytes for collective, _ in made.collectives)
 
 
-@pytest.mark.parametrize('make', [in_chunks, on_a_wrong_axis, flat_gradients, averages])
+FAULTS = [
+    *(in_chunks, on_a_wrong_axis, flat_gradients, averages),
+    *(in_microbatches, merged_adapters, sum_of_which_a_part_is_kept),
+]
+
+
+@pytest.mark.parametrize('make', FAULTS)
 def test_the_first_change_sends_what_it_promises(make):
     fn, args, where, text = make(mended=False)
     made = forecast(fn, *args)

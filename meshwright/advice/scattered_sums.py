@@ -1,0 +1,153 @@
+"""Sums in shard_maps of which each device keeps its own part.
+
+    total = jax.lax.psum(partial, 'model')                        # all devices get all of it
+    mine = jax.lax.dynamic_slice_in_dim(total, jax.lax.axis_index('model') * n, n, 1)
+
+`jax.lax.psum_scatter(partial, 'model', scatter_dimension=1, tiled=True)` sends half of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from meshwright.advice.estimates import shape_of
+from meshwright.advice.loop_edits import skip_sums
+from meshwright.advice.rewriting import Edit, Rewriting, rewrite
+from meshwright.advice.told import Told
+from meshwright.causes.cause import CodeChange, over
+from meshwright.causes.evidence import Evidence
+from meshwright.jax_private import TracedCall
+from meshwright.jaxpr import TracedProgram
+from meshwright.jaxpr.implied_exchanges import exchange_axes
+from meshwright.jaxpr.primitives import MOVES, PSUMS
+from meshwright.jaxpr.values import Axes, Step, Value, readers_of, steps_in
+from meshwright.program.collectives import Collective
+from meshwright.user_lines import user_line
+
+_SUMS = ('all-reduce', 'reduce-scatter')
+_LEAST = 4096  # bytes of the sum on a device
+_NEAR = 12  # steps in which the place of a slice is computed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScatteredSum(Told):
+    """A sum over devices of which each device keeps a part.
+
+    Attributes:
+      shape: the sizes of the sum above 1, sorted.
+    """
+
+    shape: tuple[int, ...]
+
+    def is_of(self, collective: Collective, evidence: Evidence | None) -> bool:
+        if collective.kind not in _SUMS or {*collective.axes} != {*self.axes}:
+            return False
+        if evidence is None or evidence.value is None:
+            return self.line == collective.source
+        here = self.line in (evidence.made_at, collective.source)
+        return here and shape_of(evidence.value) == self.shape
+
+
+def find_scattered_sums(laid_out: TracedProgram) -> Iterator[ScatteredSum]:
+    """Finds the sums in shard_maps of which all uses are slices at the place of the device.
+
+    Args:
+      laid_out: the function, with the layout of its arrays.
+    """
+    steps = list(steps_in(laid_out.block))
+    readers = readers_of(steps)
+    makers = {id(value): step for step in steps for value in step.outputs}
+    returned = {id(v) for step in steps for body in step.bodies for v in body.outputs}
+    for step in steps:
+        if step.name not in PSUMS or step.params.get('axis_index_groups'):
+            continue
+        axes: Axes = tuple(exchange_axes(step))
+        n = math.prod(laid_out.axis_sizes.get(axis, 1) for axis in axes)
+        for number, made in enumerate(step.outputs):
+            if made.shard_bytes(laid_out.axis_sizes) < _LEAST or not made.manual or n == 1:
+                continue
+            slices = _slices_of(made, readers)
+            if not slices or id(made) in returned:
+                continue
+            parts = {_part(one, n, axes, makers) for one in slices}
+            if None in parts or len(parts) > 1:
+                continue
+            (d,) = parts
+            assert d is not None
+            line = user_line(step.place.lines) or step.place.source
+            where = user_line(slices[0].place.lines) or slices[0].place.source
+            written = ', '.join(map(repr, axes)) if len(axes) == 1 else repr(axes)
+            yield ScatteredSum(
+                line=line,
+                axes=axes,
+                shape=shape_of(made),
+                why=(
+                    f'the sum at {line} gives all {n} devices along {over(axes)} all of '
+                    f'{made.shape}, of which each keeps its own part at {where}'
+                ),
+                change=CodeChange(
+                    source=line,
+                    text=(
+                        f'write jax.lax.psum_scatter(x, {written}, scatter_dimension={d}, '
+                        f'tiled=True) in place of the psum at {line} and the slice at {where}'
+                    ),
+                ),
+                trial=functools.partial(
+                    _try,
+                    total=step.place.equation,
+                    number=step.params.get('number', number),
+                    slices=tuple(one.place.equation for one in slices),
+                    axes=axes,
+                    d=d,
+                ),
+            )
+
+
+def _slices_of(made: Value, readers: Mapping[int, list[Step]]) -> list[Step]:
+    """The slices of an array, if nothing else is done with it; [] otherwise."""
+    found, pending = list[Step](), [made]
+    while pending:
+        value = pending.pop()
+        for reader in readers.get(id(value), []):
+            if reader.name == 'dynamic_slice' and reader.inputs[0] is value:
+                found.append(reader)
+            elif reader.name in MOVES | {'pvary'} and len(reader.inputs) == 1:
+                pending += reader.outputs
+            else:
+                return []
+    return found
+
+
+def _part(one: Step, n: int, axes: Axes, makers: Mapping[int, Step]) -> int | None:
+    """The dimension that a slice at the place of the device cuts into as many parts, or None."""
+    given, made = one.inputs[0].shape, one.outputs[0].shape
+    cut = [d for d, (a, b) in enumerate(zip(given, made, strict=True)) if a != b]
+    if len(cut) != 1 or given[cut[0]] != n * made[cut[0]]:
+        return None
+    pending, seen = [one.inputs[1 + cut[0]]], 0
+    while pending and seen < _NEAR:
+        step = makers.get(id(pending.pop(0)))
+        seen += 1
+        if step is not None and step.name == 'axis_index':
+            name = step.params['axis_name']
+            return cut[0] if {*((name,) if isinstance(name, str) else name)} == {*axes} else None
+        pending += step.inputs if step is not None else []
+    return None
+
+
+def _try(
+    call: TracedCall, *, total: Any, number: int, slices: tuple[Any, ...], axes: Axes, d: int
+) -> TracedCall:
+    """The function that scatters a sum in place of slicing it."""
+
+    def scatter(rewriting: Rewriting, equation: Any, args: list[Any]) -> list[Any]:
+        return [jax.lax.psum_scatter(args[0], axes, scatter_dimension=d, tiled=True)]
+
+    edits: dict[int, Edit] = {id(one): scatter for one in slices}
+    return rewrite(call, {id(total): skip_sums({number}), **edits})
