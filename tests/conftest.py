@@ -2,11 +2,16 @@
 
 Tests check layouts and numbers, not speed. XLA therefore compiles without most optimizations, and
 up to jax 0.10 without its newer code generator for fused loops. Each halves the time of compiling.
+
+Python keeps the bytecode of what it imports, also where the environment forbids it, as in many
+containers. Otherwise every process that a test starts compiles jax's, flax's and our modules again,
+which takes longer than to import them.
 """
 
 import os
 import resource
 import signal
+import sys
 from pathlib import Path
 
 import gin
@@ -14,7 +19,10 @@ import hypothesis
 import jax
 import pytest
 
+sys.dont_write_bytecode = False
+
 # The environment is for programs that tests start.
+os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')
 if jax.__version_info__ < (0, 11):  # a later XLA does not know the flag and would stop
