@@ -45,15 +45,12 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True, scope='session')
-def _own_cache(tmp_path_factory):
-    """Token indices are not kept among the user's."""
-    before = os.environ.get('XDG_CACHE_HOME')
-    os.environ['XDG_CACHE_HOME'] = str(tmp_path_factory.mktemp('cache'))
-    yield
-    if before is None:
-        del os.environ['XDG_CACHE_HOME']
-    else:
-        os.environ['XDG_CACHE_HOME'] = before
+def _own_folders(tmp_path_factory):
+    """Token indices and the secret of runs are not kept among the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ('XDG_CACHE_HOME', 'XDG_CONFIG_HOME'):
+            patch.setenv(name, str(tmp_path_factory.mktemp(name.split('_')[1].lower())))
+        yield
 
 
 @pytest.fixture(autouse=True)

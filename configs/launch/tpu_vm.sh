@@ -9,7 +9,10 @@
 # PROGRAM   the command on the hosts, such as .venv/bin/meshwright (meshwright)
 # RESTARTS  how often an interrupted run is started again (10)
 set -euo pipefail
-printf -v command '%q ' "${PROGRAM:-meshwright}" train "$@" --multihost
+# By this secret the processes know each other.
+secret=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+printf -v command '%q ' env "MESHWRIGHT_SECRET=$secret" \
+  "${PROGRAM:-meshwright}" train "$@" --multihost
 for ((restarts = ${RESTARTS:-10}; ; restarts--)); do
   code=0
   # It ends with the first exit code of a host that is not 0.

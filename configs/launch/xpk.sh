@@ -13,7 +13,10 @@
 # IMAGE     a container image in which meshwright[train,gcs] and jax[tpu] are installed
 # RESTARTS  how often an interrupted run is started again (10)
 set -euo pipefail
-printf -v command '%q ' meshwright train "$@" --multihost --init_seconds=600
+# By this secret the processes know each other.
+secret=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+printf -v command '%q ' env "MESHWRIGHT_SECRET=$secret" \
+  meshwright train "$@" --multihost --init_seconds=600
 # 75: stopped with work left. XPK starts again after 127 to 255 (a killed process) by itself.
 xpk workload create --cluster="${CLUSTER:?}" --workload="${WORKLOAD:?}" \
   --tpu-type="${TPU_TYPE:?}" --num-slices="${SLICES:-1}" --docker-image="${IMAGE:?}" \

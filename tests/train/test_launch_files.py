@@ -26,14 +26,15 @@ SCRIPTS = sorted(FOLDER.glob('*.sh'))
 FILES = sorted(path.name for path in FOLDER.glob('*.yaml'))
 
 # The fields that the manifests use, with their types, from the reference of the Kubernetes API
-# (Service v1, Job batch/v1) and from JobSet's v1alpha2. A dict of one type has keys of any name.
+# (Service v1, NetworkPolicy v1, Job batch/v1) and from JobSet's v1alpha2. A dict of one type has
+# keys of any name.
 NAMES = {str: str}
 EXIT_CODES = {'containerName': str, 'operator': str, 'values': [int]}
 CONTAINER = {
     'name': str,
     'image': str,
     'command': [str],
-    'env': [{'name': str, 'value': str}],
+    'env': [{'name': str, 'value': str, 'valueFrom': {'secretKeyRef': {'name': str, 'key': str}}}],
     'resources': {'limits': {str: int}},
 }
 JOB = {
@@ -57,7 +58,13 @@ JOBSET = {
     'replicatedJobs': [{'name': str, 'replicas': int, 'template': {'spec': JOB}}],
 }
 SERVICE = {'clusterIP': str, 'publishNotReadyAddresses': bool, 'selector': NAMES}
+POLICY = {
+    'podSelector': {'matchLabels': NAMES},
+    'policyTypes': [str],
+    'ingress': [{'from': [{'podSelector': {'matchLabels': NAMES}}]}],
+}
 SPECS = {
+    ('networking.k8s.io/v1', 'NetworkPolicy'): POLICY,
     ('v1', 'Service'): SERVICE,
     ('batch/v1', 'Job'): JOB,
     ('jobset.x-k8s.io/v1alpha2', 'JobSet'): JOBSET,
@@ -121,7 +128,7 @@ def test_which_exit_codes_start_a_job_again(file):
     else:
         # Any other failed pod fails its job at once, and then the JobSet starts all jobs again.
         assert (job['backoffLimit'], 75 in decides) == (0, False)
-        [jobset] = read(file)
+        jobset = read(file)[-1]
         [rule] = jobset['spec']['failurePolicy']['rules']
         assert rule == {'action': 'FailJobSet', 'onJobFailureReasons': ['PodFailurePolicy']}
         assert jobset['spec']['failurePolicy']['maxRestarts'] > 0
@@ -134,17 +141,17 @@ def test_a_jobset_fills_its_slices():
     per_host = container_of(job)['resources']['limits']['google.com/tpu']
     assert job['parallelism'] == job['completions'] == chips / per_host
     # GKE uses one pool of nodes per slice, so each job must have one for itself.
-    [jobset] = read('jobset.yaml')
+    jobset = read('jobset.yaml')[-1]
     assert [*jobset['metadata']['annotations'].values()] == ['cloud.google.com/gke-nodepool']
 
 
 def test_the_pods_of_an_indexed_job_find_each_other():
-    service, whole = read('indexed_job.yaml')
+    service, _, whole = read('indexed_job.yaml')
     job, name = whole['spec'], whole['metadata']['name']
     assert service['spec']['selector'] == {'job-name': name}
     assert service['metadata']['name'] == job['template']['spec']['subdomain']
     assert (service['spec']['clusterIP'], job['completionMode']) == ('None', 'Indexed')
-    env = {entry['name']: entry['value'] for entry in container_of(job)['env']}
+    env = {e['name']: e['value'] for e in container_of(job)['env'] if 'value' in e}
     found = [
         find_processes(env | {'JOB_COMPLETION_INDEX': str(pod)})
         for pod in range(job['completions'])
@@ -154,6 +161,22 @@ def test_the_pods_of_an_indexed_job_find_each_other():
     # The hostname of a pod is <job>-<index>, and its domain is the service.
     host = f'{name}-0.{service["metadata"]["name"]}'
     assert {process.coordinator_address.split(':')[0] for process in found} == {host}
+
+
+@pytest.mark.parametrize('file', FILES)
+def test_only_the_processes_of_a_run_reach_each_other(file):
+    [policy] = [part for part in read(file) if part['kind'] == 'NetworkPolicy']
+    whole = read(file)[-1]
+    # The label that Kubernetes and JobSet give to the pods of a job.
+    label = 'job-name' if whole['kind'] == 'Job' else 'jobset.sigs.k8s.io/jobset-name'
+    pods = {'matchLabels': {label: whole['metadata']['name']}}
+    assert policy['spec']['podSelector'] == pods
+    assert policy['spec']['ingress'] == [{'from': [{'podSelector': pods}]}]
+    [secret] = [e for e in container_of(job_of(file))['env'] if e['name'] == 'MESHWRIGHT_SECRET']
+    made = re.search(
+        r'create secret generic (\w+) \\\n#\s+--from-literal=(\w+)=', (FOLDER / file).read_text()
+    )
+    assert secret['valueFrom']['secretKeyRef'] == {'name': made[1], 'key': made[2]}
 
 
 def check_arguments(arguments):
@@ -189,7 +212,7 @@ def test_shellcheck_finds_nothing_in_a_script(script):
 
 
 # What the system sets, or the script itself.
-OWN = {'SLURM_JOB_ID', 'SLURM_RESTART_COUNT', 'code', 'command', 'restarts'}
+OWN = {'SLURM_JOB_ID', 'SLURM_RESTART_COUNT', 'code', 'command', 'restarts', 'secret'}
 
 
 @pytest.mark.parametrize('script', SCRIPTS, ids=lambda path: path.name)
@@ -246,7 +269,8 @@ def test_a_script_passes_arguments_unchanged(script, run_script):
     assert result.returncode == 0
     [command] = [w.removeprefix('--command=') for w in words if w.startswith('--command=')]
     # gcloud splits the command at each space, and ssh joins the parts again.
-    remote = shlex.split(' '.join(command.split(' ')))
+    env, secret, *remote = shlex.split(' '.join(command.split(' ')))
+    assert (env, bool(re.fullmatch('MESHWRIGHT_SECRET=[0-9a-f]{32}', secret))) == ('env', True)
     assert remote[:5] == ['meshwright', 'train', *ARGUMENTS]
     check_arguments(remote[2:])
 

@@ -260,7 +260,7 @@ from train.processes.launching.attempts import LaunchConfig, run_attempts
 from train.processes.launching.children import child_environment
 from train.processes.launching.supervision import Child
 commands = json.loads(sys.argv[1])
-environment = child_environment(os.environ, 'x', [])
+environment = child_environment(os.environ, 'x', [], 'y' * 16)
 config = LaunchConfig(processes=len(commands), devices_per_process=1)
 children = [Child(command, environment) for command in commands]
 sys.exit(run_attempts(config, lambda count, port: children, 'meshwright launch ...'))
@@ -346,7 +346,7 @@ wait_forever()
 
 
 def test_a_process_whose_launcher_has_ended_does_not_start():
-    environment = child_environment(os.environ, 'x', []) | {'MESHWRIGHT_LAUNCHER': '1'}
+    environment = child_environment(os.environ, 'x', [], 'y' * 16) | {'MESHWRIGHT_LAUNCHER': '1'}
     command = [sys.executable, '-P', '-m', 'train.cli', '--help']
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (75, '')

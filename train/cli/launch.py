@@ -16,6 +16,7 @@ from train.processes import signals
 from train.processes.launching.attempts import LaunchConfig, run_attempts
 from train.processes.launching.children import child_environment, devices_per_process, visible_gpus
 from train.processes.launching.supervision import Child
+from train.processes.secret import random_secret
 
 _DESCRIPTION = """\
 Starts several JAX processes of one run on this machine, to try what a cluster does. What follows --
@@ -95,11 +96,13 @@ def make_children(
     shared = [] if gpus else [f'--cpu_devices={devices}']
     if count > 1:
         shared += [f'--coordinator_address=127.0.0.1:{port}', f'--process_count={count}']
+    secret = random_secret()
+    each = [gpus[index * devices : (index + 1) * devices] for index in range(count)]
     return [
         Child(
             # A single process joins no others, so that its collectives are faster.
             [*program, *shared, *([f'--process_index={index}'] if count > 1 else [])],
-            child_environment(environment, line, gpus[index * devices : (index + 1) * devices]),
+            child_environment(environment, line, each[index], secret),
         )
         for index in range(count)
     ]

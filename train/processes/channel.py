@@ -1,19 +1,19 @@
 """The connection of this process to the others, which begins before jax's own and ends after it.
 
 Process 0 listens at the address at which jax's coordinator will listen. The others connect to it
-and say who they are. When all have come, or some are late, it tells all of them. It then stops
-listening, so that jax can use the address, but the connections stay: they are the channel of
-`hub.py` and `member.py`.
+and say who they are; `door.py` turns everybody else away. When all have come, or some are late, it
+tells all of them. It then stops listening, so that jax can use the address, but the connections
+stay: they are the channel of `hub.py` and `member.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import ipaddress
 import itertools
 import os
 import platform
-import select
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,8 +29,11 @@ from train.processes.disagreements import (
     disagreement,
     note_raised_everywhere,
 )
+from train.processes.door import OTHER_SECRET, Door
 from train.processes.hub import Hub
 from train.processes.member import Member
+from train.processes.output import print_error
+from train.processes.secret import VARIABLE, find_secret, random_secret
 from train.processes.wire import Connection, Limits, Message
 
 _PACKAGES = ('meshwright', 'jax', 'jaxlib', 'flax', 'optax', 'numpy', 'orbax-checkpoint', 'libtpu')
@@ -76,19 +79,37 @@ def open_channel(
       This process as a member of the run, and the first port at which all reach process 0.
 
     Raises:
-      ConfigError: if the address is malformed, its port is in use, or the processes differ in the
-        packages that they have.
+      ConfigError: if the address is malformed, its port is in use, the processes differ in the
+        packages that they have, or this one has another secret than process 0.
       NotTogether: if not all processes come in time.
     """
     host, _, port = address.rpartition(':')
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(f'--coordinator_address={address}: write host:port, as in host0:1234')
     hello, ports = _hello(index, count), (int(port), *other_ports)
+    secret, host = find_secret(os.environ), host.strip('[]')
     if index == 0:
-        with contextlib.ExitStack() as stack:
-            listeners = [stack.enter_context(one) for one in _listen_at(ports)]
-            return _gather_all(listeners, hello, limits)
-    return _connect(host.strip('[]'), ports, hello, limits)
+        listeners = list(_listen_at(ports, interface_of(host)))
+        with contextlib.closing(Door(listeners, secret)) as door:
+            ports = tuple(one.getsockname()[1] for one in listeners)
+            return _gather_all(door, hello | {'ports': [*ports]}, limits)
+    return _connect(host, ports, hello, limits, secret)
+
+
+def interface_of(host: str) -> str:
+    """The address of the interface at which process 0 listens; empty stands for all of them.
+
+    A name stands for all: its address may be another one on other hosts, and on this host often is
+    the one of the loopback interface. So does an address that leads here through another host.
+    """
+    try:
+        address = str(ipaddress.ip_address('127.0.0.1' if host == 'localhost' else host))
+        family = socket.AF_INET6 if ':' in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as tried:
+            tried.bind((address, 0))
+    except (ValueError, OSError):
+        return ''
+    return address
 
 
 def packages() -> dict[str, str]:
@@ -108,7 +129,7 @@ def _hello(index: int, count: int) -> dict[str, Any]:
 # ---- process 0
 
 
-def _listen_at(ports: Sequence[int]) -> Iterator[socket.socket]:
+def _listen_at(ports: Sequence[int], interface: str) -> Iterator[socket.socket]:
     """Listens at all ports that are free.
 
     Raises:
@@ -117,20 +138,19 @@ def _listen_at(ports: Sequence[int]) -> Iterator[socket.socket]:
     problems = []
     for port in ports:
         try:
-            yield _listen(port)
+            yield _listen(port, interface)
         except ConfigError as error:
             problems.append(error)
     if len(problems) == len(ports):
         raise problems[0]
 
 
-def _listen(port: int) -> socket.socket:
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
+def _listen(port: int, interface: str = '') -> socket.socket:
+    dual = not interface and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual or ':' in interface else socket.AF_INET
+    settings: dict[str, Any] = {'family': family, 'backlog': socket.SOMAXCONN}
     try:
-        return socket.create_server(
-            ('', port), family=family, dualstack_ipv6=dual, backlog=socket.SOMAXCONN
-        )
+        return socket.create_server((interface, port), dualstack_ipv6=dual, **settings)
     except OSError as error:
         raise ConfigError(
             f'process 0 cannot listen at port {port} ({os.strerror(error.errno or 0)}): use '
@@ -138,11 +158,8 @@ def _listen(port: int) -> socket.socket:
         ) from error
 
 
-def _gather_all(
-    listeners: Sequence[socket.socket], own: Message, limits: Limits
-) -> tuple[Member, int]:
+def _gather_all(door: Door, own: Message, limits: Limits) -> tuple[Member, int]:
     """Waits for all other processes, and tells them to start and at which port they find jax."""
-    own = own | {'ports': [one.getsockname()[1] for one in listeners]}
     hellos, connections = {0: own}, dict[int, Connection]()
     answered: list[Connection] = []  # all that wait for an answer, also those with a wrong index
     deadline, count = time.monotonic() + limits.init_seconds, int(own['count'])
@@ -152,16 +169,13 @@ def _gather_all(
         if gone:
             problem = NotTogether(f'process {gone[0]} ended before all others had started')
             break
-        try:
-            connection = _accept(listeners, max(0.01, min(0.5, deadline - time.monotonic())))
-            hello = connection.receive(_SECONDS_FOR_THE_MESSAGE)
-        except TimeoutError:
+        joined = door.next_member(max(0.01, min(0.5, deadline - time.monotonic())))
+        if joined is None:
             if time.monotonic() > deadline:
-                problem = _late([i for i in range(count) if i not in hellos], own, limits)
+                missing = [i for i in range(count) if i not in hellos]
+                problem = _late(missing, own, limits, door)
             continue
-        if hello is None or hello['kind'] != 'hello':
-            connection.close()  # another program
-            continue
+        connection, hello = joined
         connection.send('heard')
         answered.append(connection)
         problem = _check_hello(hello, own, hellos)
@@ -182,33 +196,37 @@ def _gather_all(
     if problem is not None:
         note_raised_everywhere(problem)
         raise problem
+    if door.turned_away:
+        print_error(_strangers(door))
     ours, theirs = (Connection(one) for one in socket.socketpair())
     hosts = {i: str(hello['host']) for i, hello in hellos.items()}
     Hub({0: theirs, **connections}, hosts, limits).start()
     return _start_member(Member(ours, 0, count, limits)), ports[0]
 
 
-def _accept(listeners: Sequence[socket.socket], seconds: float) -> Connection:
-    """The next connection at any of the ports.
-
-    Raises:
-      TimeoutError: if there is none within some seconds.
-    """
-    ready, _, _ = select.select(listeners, [], [], seconds)
-    if not ready:
-        raise TimeoutError
-    return Connection(ready[0].accept()[0])
+def _strangers(door: Door) -> str:
+    """Says who was turned away while the processes joined."""
+    times, found = door.turned_away.total(), door.turned_away.most_common(3)
+    listed = '; '.join(f'{n:,} from {host}: {why}' for (host, why), n in found)
+    more = f'; and {times - sum(n for _, n in found):,} more' if len(door.turned_away) > 3 else ''
+    connections = 'connection was' if times == 1 else 'connections were'
+    return f'{times:,} {connections} turned away while the processes joined ({listed}{more})'
 
 
-def _late(missing: list[int], own: Message, limits: Limits) -> NotTogether:
+def _late(missing: list[int], own: Message, limits: Limits, door: Door) -> NotTogether:
     who = ', '.join(map(str, missing[:8])) + (' ...' if len(missing) > 8 else '')
     several = len(missing) > 1
     return NotTogether(
         f'process{"es" if several else ""} {who} of {own["count"]} {"have" if several else "has"} '
         f'not started within {limits.init_seconds:g} s, or cannot reach {own["host"]} at port '
         f'{_either(own["ports"])} (--init_seconds={limits.init_seconds:g}): look at their output, '
-        'and let the firewall open this port'
+        f'and let the firewall open this port{_others_with_a_secret(door)}'
     )
+
+
+def _others_with_a_secret(door: Door) -> str:
+    hosts = sorted({host for host, why in door.turned_away if why == OTHER_SECRET})
+    return f'; {", ".join(hosts[:3])} had another {VARIABLE}: set the same everywhere' * bool(hosts)
 
 
 def _apart(hellos: Mapping[int, Message]) -> NotTogether:
@@ -244,7 +262,9 @@ def _check_hello(hello: Message, own: Message, hellos: Mapping[int, Message]) ->
 # ---- the other processes
 
 
-def _connect(host: str, ports: Sequence[int], hello: Message, limits: Limits) -> tuple[Member, int]:
+def _connect(
+    host: str, ports: Sequence[int], hello: Message, limits: Limits, secret: bytes
+) -> tuple[Member, int]:
     """Connects to process 0 at one of its ports, and waits until all processes have connected."""
     deadline, why = time.monotonic() + limits.init_seconds, ''
     answer: Message | None = None
@@ -254,9 +274,7 @@ def _connect(host: str, ports: Sequence[int], hello: Message, limits: Limits) ->
         except OSError as error:
             why = error.strerror or str(error)
         else:
-            open_ports = [p for p in ports if p == port or _is_open(host, p)]
-            connection.send('hello', **hello, ports=open_ports)
-            answer = _await_start(connection, deadline)
+            answer = _introduce(connection, host, port, ports, hello, secret, deadline)
             if answer is not None:
                 break
             connection.close()
@@ -278,10 +296,31 @@ def _connect(host: str, ports: Sequence[int], hello: Message, limits: Limits) ->
     return _start_member(one), int(answer['port'])
 
 
-def _await_start(connection: Connection, deadline: float) -> Message | None:
-    """What process 0 says when all processes have connected, or None if it is not process 0."""
+def _introduce(
+    connection: Connection,
+    host: str,
+    port: int,
+    ports: Sequence[int],
+    hello: Message,
+    secret: bytes,
+    deadline: float,
+) -> Message | None:
+    """What process 0 says when all processes have connected, or None if it is not process 0.
+
+    Raises:
+      ConfigError: if process 0 has another secret.
+    """
     with contextlib.suppress(TimeoutError):
+        if not connection.greet(secret, _SECONDS_FOR_THE_MESSAGE):
+            return None
+        open_ports = [p for p in ports if p == port or _is_open(host, p)]
+        connection.send('hello', **hello, ports=open_ports)
         heard = connection.receive(_SECONDS_FOR_THE_MESSAGE)
+        if connection.refused:
+            raise ConfigError(
+                f'process {hello["index"]} on {hello["host"]} has another secret than process 0 at '
+                f'{host}:{port}: set {VARIABLE} to the same text for all processes of the run'
+            )
         if heard is not None and heard['kind'] == 'heard':
             left = deadline + _SECONDS_FOR_THE_MESSAGE - time.monotonic()
             return connection.receive(max(0.1, left))
@@ -305,7 +344,10 @@ def _start_member(one: Member) -> Member:
 
 
 def _open_over_jax(limits: Limits) -> None:
-    """Opens the channel of processes that are connected by jax, at any free port of process 0."""
+    """Opens the channel of processes that are connected by jax, at any free port of process 0.
+
+    Process 0 makes the secret, and jax brings it to the others.
+    """
     import numpy as np
     from jax.experimental import multihost_utils
 
@@ -313,13 +355,14 @@ def _open_over_jax(limits: Limits) -> None:
     hello = _hello(index, count)
     listener = _listen(0) if index == 0 else None
     port = 0 if listener is None else listener.getsockname()[1]
-    address = f'{socket.gethostname()}:{port}'.encode()[:256]
+    text = f'{random_secret()} {socket.gethostname()}:{port}'.encode()[:256]
     padded = np.zeros(256, np.uint8)
-    padded[: len(address)] = np.frombuffer(address, np.uint8)
-    text = np.asarray(multihost_utils.broadcast_one_to_all(padded)).astype(np.uint8).tobytes()
-    host, _, number = text.rstrip(b'\0').decode().rpartition(':')
+    padded[: len(text)] = np.frombuffer(text, np.uint8)
+    told = np.asarray(multihost_utils.broadcast_one_to_all(padded)).astype(np.uint8).tobytes()
+    secret, _, address = told.rstrip(b'\0').decode().partition(' ')
+    host, _, number = address.rpartition(':')
     if listener is not None:
-        with listener:
-            _gather_all([listener], hello, limits)
+        with contextlib.closing(Door([listener], secret.encode())) as door:
+            _gather_all(door, hello | {'ports': [port]}, limits)
     else:
-        _connect(host, [int(number)], hello, limits)
+        _connect(host, [int(number)], hello, limits, secret.encode())

@@ -19,7 +19,7 @@ import jax
 
 from train.errors import ConfigError, first_line
 from train.processes import signals
-from train.processes.channel import current_member, open_channel
+from train.processes.channel import current_member, interface_of, open_channel
 from train.processes.disagreements import NotTogether
 from train.processes.environment import ProcessAddress, check_index, find_processes
 from train.processes.output import error_fd
@@ -95,6 +95,10 @@ def join_processes(address: ProcessAddress, limits: Limits | None = None) -> Non
         # Under Slurm and Open MPI, jax would take one GPU without being asked.
         'cluster_detection_method': 'deactivate',
     }
+    interface = interface_of(address.coordinator_address.rpartition(':')[0].strip('[]'))
+    if index == 0 and interface and 'JAX_COORDINATOR_BIND_ADDRESS' not in os.environ:
+        bracketed = f'[{interface}]' if ':' in interface else interface
+        settings['coordinator_bind_address'] = f'{bracketed}:{port}'
     if address.local_device_ids is not None:
         settings['local_device_ids'] = address.local_device_ids
     try:

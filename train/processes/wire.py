@@ -1,20 +1,32 @@
-"""Messages between the processes of a run, one line of JSON each, and how long to wait for them."""
+"""Messages between the processes of a run, one line of JSON each, and how long to wait for them.
+
+A line between hosts is sealed with the secret of the run; see `secret.py`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
+import os
 import socket
 import threading
+import time
 from typing import Any
 
 from partitioning.untrusted_text import parse_json
 from train.errors import check_seconds
+from train.processes.secret import NONCE_BYTES, Seal, make_seals
 
 Message = dict[str, Any]
 # A message contains at most the settings of a run. A longer line is not one of ours.
 MOST_BYTES = 32 * 2**20
+
+
+# What each end sends first, before 32 hexadecimal digits: the protocol and its version.
+GREETING = b'meshwright 1 '
+# What the host says to a guest with another secret.
+REFUSAL = b'another secret'
 
 
 class Connection:
@@ -22,20 +34,30 @@ class Connection:
 
     Args:
       sock: a connected socket, which belongs to this object from now on.
+      seals: the seals of what this end sends and of what it receives. Without them, lines are not
+        sealed: both ends are in one process.
+      unread: what has been read from the socket already.
+
+    Attributes:
+      refused: whether the other end has said that it has another secret.
     """
 
-    def __init__(self, sock: socket.socket):
+    def __init__(
+        self, sock: socket.socket, seals: tuple[Seal, Seal] | None = None, unread: bytes = b''
+    ):
         self._socket, self._sending = sock, threading.Lock()
-        self._unread = b''
+        self._seals, self._unread = seals, unread
+        self.refused = False
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, kind: str, **content: Any) -> bool:
         """Sends a message, and returns whether the other end may receive it."""
-        line = json.dumps({'kind': kind, **content}).encode() + b'\n'
+        line = json.dumps({'kind': kind, **content}).encode()
         try:
             with self._sending:
-                self._socket.sendall(line)
+                sealed = self._seals[0].sign(line) if self._seals else line
+                self._socket.sendall(sealed + b'\n')
         except OSError:  # The other end has gone, which its reader notices as well.
             return False
         return True
@@ -43,31 +65,58 @@ class Connection:
     def receive(self, seconds: float | None = None) -> Message | None:
         """Waits for the next message.
 
-        `seconds` is how long to wait, by default for ever.
+        `seconds` is how long to wait for all of it, by default for ever.
 
         Returns:
           The message, or None if the other end has closed the connection or sends something else.
 
         Raises:
-          TimeoutError: if nothing arrives in time.
+          TimeoutError: if it does not arrive in time.
         """
-        self._socket.settimeout(seconds)
+        line = self._read_line(seconds)
+        if line is not None and self._seals:
+            self.refused = line == REFUSAL
+            line = self._seals[1].verify(line)
+        return None if line is None else read_message(line)
+
+    def _read_line(self, seconds: float | None, most: int = MOST_BYTES) -> bytes | None:
+        """The next line, or None if there is none of at most `most` bytes."""
+        deadline = None if seconds is None else time.monotonic() + seconds
         while b'\n' not in self._unread:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left)
             try:
                 piece = self._socket.recv(2**16)
             except TimeoutError:
                 raise
             except OSError:
                 piece = b''
-            if not piece or len(self._unread) > MOST_BYTES:
+            if not piece or len(self._unread) > most:
                 return None
             self._unread += piece
         line, _, self._unread = self._unread.partition(b'\n')
-        with contextlib.suppress(ValueError):
-            message = parse_json(line.decode())
-            if isinstance(message, dict) and isinstance(message.get('kind'), str):
-                return message
-        return None
+        return line
+
+    def greet(self, secret: bytes, seconds: float) -> bool:
+        """Exchanges greetings with the host, after which lines are sealed.
+
+        Returns:
+          Whether the other end has greeted; otherwise it is another program.
+
+        Raises:
+          TimeoutError: if it says nothing in time.
+        """
+        own = os.urandom(NONCE_BYTES)
+        with contextlib.suppress(OSError):
+            self._socket.sendall(greeting(own))
+        line = self._read_line(seconds, most=2**10)
+        theirs = read_greeting(line or b'')
+        if theirs is None:
+            return False
+        self._seals = make_seals(secret, own, theirs)
+        return True
 
     def is_closed(self) -> bool:
         """Whether the other end has closed it. No other thread may receive meanwhile."""
@@ -86,6 +135,30 @@ class Connection:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+def read_message(line: bytes) -> Message | None:
+    """The message of a line, or None if it is none."""
+    with contextlib.suppress(ValueError):
+        message = parse_json(line.decode())
+        if isinstance(message, dict) and isinstance(message.get('kind'), str):
+            return message
+    return None
+
+
+def greeting(nonce: bytes) -> bytes:
+    """The first line of an end of a connection."""
+    return GREETING + nonce.hex().encode() + b'\n'
+
+
+def read_greeting(line: bytes) -> bytes | None:
+    """The random bytes of a greeting, or None if it is none."""
+    if not line.startswith(GREETING):
+        return None
+    with contextlib.suppress(ValueError):
+        nonce = bytes.fromhex(line[len(GREETING) :].decode())
+        return nonce if len(nonce) == NONCE_BYTES else None
+    return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

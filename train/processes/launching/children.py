@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from train.errors import ConfigError, check_counts
+from train.processes.secret import FILE_VARIABLE, VARIABLE
 from train.processes.signals import RESTARTABLE
 
 # The process id of the launcher, and the command that starts all processes again.
@@ -22,7 +23,7 @@ _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def child_environment(
-    environment: Mapping[str, str], command: str, gpus: Sequence[str]
+    environment: Mapping[str, str], command: str, gpus: Sequence[str], secret: str
 ) -> dict[str, str]:
     """Returns the environment of a child.
 
@@ -30,6 +31,7 @@ def child_environment(
       environment: the environment of the launcher, which is the current process.
       command: the command that starts all processes again, as one types it.
       gpus: the GPUs of the child; without any, it uses virtual devices of the CPU.
+      secret: the secret of the run, unless the environment has one.
     """
     child = dict(environment)
     # The flag --cpu_devices decides, and refuses a second opinion.
@@ -40,6 +42,8 @@ def child_environment(
         child['XLA_FLAGS'] = ' '.join(kept)
     if gpus:
         child['CUDA_VISIBLE_DEVICES'] = ','.join(gpus)
+    if FILE_VARIABLE not in child:
+        child.setdefault(VARIABLE, secret)
     child['PYTHONUNBUFFERED'] = '1'  # Lines appear when they are printed, and in their order.
     return child | {_LAUNCHER: str(os.getpid()), _COMMAND: command}
 
