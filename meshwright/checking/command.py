@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from meshwright.checking.document import check_document
 from meshwright.checking.markdown import check_markdown
 from meshwright.checking.owned_by_tests import check_tests, update_tests
-from meshwright.checking.processes import Recorded, record_programs
+from meshwright.checking.processes import CheckRun, Recorded, record_programs
 from meshwright.checking.settings import CheckedProgram, CheckSettings
 from meshwright.checking.verdicts import Verdict, judge, moved_versions
 from meshwright.checks.files import write_golden
 from meshwright.records.comparing import compare_records
 from meshwright.records.record import Record
 from meshwright.report.page import write_page
-
-Progress = Callable[[str], None]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckRun:
-    """How a check runs.
-
-    Attributes:
-      python: a Python whose environment has the versions of the golden records, or ''.
-      jobs: how many programs are compiled at once.
-      progress: receives a text when something begins.
-    """
-
-    python: str = ''
-    jobs: int = 1
-    progress: Progress = lambda text: None
 
 
 def check_programs(settings: CheckSettings, run: CheckRun) -> list[Verdict]:

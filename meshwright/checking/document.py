@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright.checking.history import CommitVerdicts
 from meshwright.checking.verdicts import Status, Verdict, worst
 from meshwright.records.difference import Difference, Kind, Unit
 from meshwright.records.record import Record
@@ -30,6 +31,7 @@ from meshwright.report.answers import package_versions
 from meshwright.report.plain_values import to_plain
 
 FORMAT = 'meshwright check 1'
+HISTORY_FORMAT = 'meshwright history 1'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,6 +142,35 @@ def check_document(verdicts: Sequence[Verdict], page: str | None = None) -> dict
         'status': worst(verdicts),
         'programs': [to_plain(_answer(verdict)) for verdict in verdicts],
         'page': page,
+    }
+
+
+def history_document(history: Sequence[CommitVerdicts]) -> dict[str, Any]:
+    """What each commit changed as values that JSON can hold.
+
+    The entries of a program are those of `check_document`. "recorded" names the programs that were
+    recorded, and "required" has the packages of which a commit requires another version.
+
+    Args:
+      history: the verdicts of the commits, the oldest first.
+    """
+    return {
+        'format': HISTORY_FORMAT,
+        'versions': dict(package_versions()),
+        'commits': [
+            {
+                'commit': made.commit.sha,
+                'date': made.commit.date,
+                'subject': made.commit.subject,
+                'recorded': list(made.recorded),
+                'required': [
+                    to_plain(AnswerVersion(package=name, before=old, after=new))
+                    for name, (old, new) in made.pinned.items()
+                ],
+                'programs': [to_plain(_answer(verdict)) for verdict in made.verdicts],
+            }
+            for made in history
+        ],
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from meshwright.checking.history import CommitVerdicts
 from meshwright.checking.verdicts import HOW_TO_UPDATE, Verdict
 from meshwright.records.difference import Difference
 from partitioning.plan.tables import count
@@ -45,6 +46,41 @@ def title_of(verdict: Verdict) -> str:
 def versions_text(verdict: Verdict) -> str:
     """The versions that changed: 'libtpu 0.0.51 -> 0.0.52'; '' if none did."""
     return ', '.join(f'{name} {a} -> {b}' for name, (a, b) in verdict.versions.items())
+
+
+def commit_text(made: CommitVerdicts, width: int = 100) -> str:
+    """What a commit changed; '' if it changed nothing that counts.
+
+    Args:
+      made: its verdicts.
+      width: the width of the terminal.
+    """
+    told = [v for v in made.verdicts if v.status != 'same' and v.name in made.recorded]
+    if not told and not made.pinned:
+        return ''
+    commit = made.commit
+    lines = _wrapped(f'{commit.short} {commit.date} {commit.subject}', width, 0)
+    if made.pinned:
+        pins = ', '.join(f'{name} {a} -> {b}' for name, (a, b) in made.pinned.items())
+        alone = '' if told else '; the code is the same'
+        lines += _wrapped(f'required versions: {pins}{alone}', width, 2)
+    for verdict in told:
+        lines += [f'  {line}' for line in _section(verdict, width - 2)]
+    return '\n'.join(lines)
+
+
+def history_summary(history: Sequence[CommitVerdicts]) -> str:
+    """How many commits changed something, in one line."""
+    parts = []
+    changed = [made for made in history if made.changed]
+    parts.append(f'{len(changed):,} changed something' if changed else 'none changed anything')
+    if pinned := sum(bool(made.pinned) and not made.changed for made in history):
+        parts.append(f'{pinned:,} changed only required versions')
+    if broken := sum(any(v.status == 'error' for v in made.verdicts) for made in history):
+        parts.append(f'{broken:,} could not be recorded')
+    if apart := sum(not made.recorded for made in history):
+        parts.append(f'{apart:,} changed no file of a program')
+    return f'{count(len(history), "commit")}: {", ".join(parts)}'
 
 
 def _section(verdict: Verdict, width: int) -> Iterator[str]:

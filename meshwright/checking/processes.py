@@ -18,9 +18,26 @@ from meshwright.checking.settings import CheckedProgram
 from meshwright.records.record import Record
 from meshwright.report.forecasts import Forecast
 
+Progress = Callable[[str], None]
+
 _PACKAGES = ('meshwright', 'partitioning')
 _LAST = 300  # characters of what a process that broke said
 _ABOVE = Path(__file__).parents[2]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckRun:
+    """How a check runs.
+
+    Attributes:
+      python: a Python whose environment has the versions of the golden records, or ''.
+      jobs: how many programs are compiled at once.
+      progress: receives a text when something begins.
+    """
+
+    python: str = ''
+    jobs: int = 1
+    progress: Progress = lambda text: None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,11 +48,26 @@ class Recorded:
       record: the record, or None.
       forecast: its forecast, or None.
       error: why there is none, in one line.
+      files: the files of the repository that the program has opened, from its root.
     """
 
     record: Record | None = None
     forecast: Forecast | None = None
     error: str = ''
+    files: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FilesOfCommit:
+    """The files of a commit in a folder.
+
+    Attributes:
+      top: the folder that stands for the root of the repository.
+      present: the root of the repository, whose modules are used if a commit has none of the name.
+    """
+
+    top: Path
+    present: Path
 
 
 def record_programs(
@@ -44,6 +76,7 @@ def record_programs(
     python: str = sys.executable,
     jobs: int = 1,
     progress: Callable[[str], None] = lambda text: None,
+    commit: FilesOfCommit | None = None,
 ) -> dict[str, Recorded]:
     """Returns the record of each program by its name.
 
@@ -53,6 +86,7 @@ def record_programs(
       python: the Python that runs them. Its environment needs jax, and not this package.
       jobs: how many processes run at once.
       progress: receives a text when a program begins.
+      commit: where the files of a commit are, if `root` is a folder of them.
     """
     with tempfile.TemporaryDirectory(prefix='meshwright-check-') as name:
         folder = Path(name)
@@ -63,16 +97,20 @@ def record_programs(
 
         def run(program: CheckedProgram) -> Recorded:
             progress(f'{program.name} on {program.machine or "its own devices"}')
-            return _record(program, root, python, folder)
+            return _record(program, root, python, folder, commit)
 
         with concurrent.futures.ThreadPoolExecutor(max(jobs, 1)) as pool:
             found = list(pool.map(run, programs))
     return {program.name: one for program, one in zip(programs, found, strict=True)}
 
 
-def _record(program: CheckedProgram, root: Path, python: str, folder: Path) -> Recorded:
+def _record(
+    program: CheckedProgram, root: Path, python: str, folder: Path, commit: FilesOfCommit | None
+) -> Recorded:
     task, answer = (folder / f'{program.name}.{kind}.json' for kind in ('task', 'answer'))
     settings = dataclasses.asdict(program)
+    settings['top'] = str(root if commit is None else commit.top)
+    settings['present'] = '' if commit is None else str(commit.present)
     if program.script:
         command = shlex.split(program.script)
         is_whole = command[0].endswith('.py') or Path(command[0]).name.startswith('python')
@@ -110,9 +148,11 @@ def _environment(program: CheckedProgram, packages: Path) -> dict[str, str]:
 
 def read_answer(answer: dict[str, Any]) -> Recorded:
     """What a process has answered."""
+    files = frozenset(answer['files'])
     if 'error' in answer:
-        return Recorded(error=answer['error'])
+        return Recorded(error=answer['error'], files=files)
     return Recorded(
+        files=files,
         record=Record.from_json(json.dumps(answer['record'])),
         forecast=Forecast.from_json(json.dumps(answer['forecast'])),
     )

@@ -13,24 +13,44 @@ import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from meshwright.checking.opened import OpenedFiles
 from meshwright.records.record import Record, RecordedNote
 from meshwright.report.forecasts import Forecast
 from meshwright.user_lines import is_library, short_source
+
+if TYPE_CHECKING:
+    from meshwright.dry.compiling import CompiledFunction
 
 
 def main(task_file: str, answer_file: str) -> None:
     """Reads a task, and writes its record and forecast, or why there is none."""
     task = json.loads(Path(task_file).read_text(encoding='utf-8'))
     sys.path[0] = os.getcwd()  # the repository, in place of the current folder's ''
+    opened = OpenedFiles(Path(task['top']))
+    if task['present']:
+        _prefer_commit(Path(task['present']), Path(task['top']))
     answer: dict[str, Any]
     try:
         made, forecast = (record_script if task['script'] else record_function)(task)
         answer = {'record': made.as_dict(), 'forecast': forecast.as_dict()}
     except (Exception, SystemExit) as error:
         answer = {'error': _one_line(error)}
+    answer['files'] = opened.list_files()
     Path(answer_file).write_text(json.dumps(answer), encoding='utf-8')
+
+
+def _prefer_commit(present: Path, folder: Path) -> None:
+    """Lets modules come from the files of a commit, and from the present ones if it has none.
+
+    An editable installation has put folders of the present files on the path.
+    """
+    for i, entry in reversed([*enumerate(sys.path)]):
+        path = Path(entry).resolve()
+        if entry and path.is_relative_to(present):
+            sys.path.insert(i, str(folder / path.relative_to(present)))
+    sys.path.append(str(present))
 
 
 def record_function(task: Mapping[str, Any]) -> tuple[Record, Forecast]:
@@ -67,7 +87,7 @@ def record_script(task: Mapping[str, Any]) -> tuple[Record, Forecast]:
     from meshwright.calls.plain_call import list_held
     from meshwright.dry.command import read_command
     from meshwright.dry.machine import Machine
-    from meshwright.dry.reporting import forecast_function, mesh_of, results_of
+    from meshwright.dry.reporting import forecast_function, mesh_of
     from meshwright.dry.script import Script, run_script
     from meshwright.dry.summary import compiled_again
     from meshwright.records.recording import record_program
@@ -93,12 +113,20 @@ def record_script(task: Mapping[str, Any]) -> tuple[Record, Forecast]:
         traced=found.call, compiled=found.executable, out_of_memory=found.out_of_memory
     )
     held = list_held(found.call, mesh)
-    made = record_program(forecast, program, mesh, held, results_of(found) or ())
+    made = record_program(forecast, program, mesh, held, _results(found))
     again = tuple(
         RecordedNote(what=line.partition(': ')[2] or line, why=line)
         for line in compiled_again(run.functions)
     )
     return dataclasses.replace(made, recompiled=again), forecast
+
+
+def _results(found: CompiledFunction) -> tuple[Any, ...]:
+    """The sharding of each result, as compiled, or as stated if a program does not fit."""
+    from meshwright.dry.reporting import results_of
+
+    compiled = results_of(found)
+    return found.call.results if compiled is None else compiled
 
 
 def _one_line(error: BaseException) -> str:

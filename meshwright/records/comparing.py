@@ -33,6 +33,7 @@ from partitioning.plan.tables import shape_str
 from partitioning.rules import describe_axes
 
 _SLACK = 1024  # bytes by which a peak may differ in any case
+_MOST_OF_IT = 0.5  # the share of a difference that explains it
 
 
 def compare_records(
@@ -171,7 +172,7 @@ def _memory(before: Record, after: Record, tolerances: Tolerances) -> Iterator[D
             ('arguments', [_bytes_of(r.arguments) for r in (before, after)]),
             ('results', [_bytes_of(r.results or ()) for r in (before, after)]),
         ):
-            if abs(held[1] - held[0]) > abs(now - was) / 2:
+            if (held[1] - held[0]) / (now - was) > _MOST_OF_IT:
                 at = At(why=f'the {noun}: {bytes_str(held[0])} -> {bytes_str(held[1])}')
                 break
         yield of_numbers('memory', 'peak memory of a device', was, now, 'bytes', at)

@@ -15,6 +15,8 @@ from partitioning.command_line import OneLineParser
 from train.cli.command import add_traceback, run_command
 
 if TYPE_CHECKING:
+    from meshwright.checking.processes import CheckRun
+    from meshwright.checking.settings import CheckSettings
     from meshwright.checking.verdicts import Verdict
 
 _DESCRIPTION = """\
@@ -29,6 +31,7 @@ comments and order do not count. pyproject.toml declares the programs:
   {prog} --update      writes goldens/train-step.json; commit it
   {prog}               says what changed, and at which line
   {prog} --out=check   also writes check.json, check.md and a page
+  {prog} --history=v1.0..   says which commit since v1.0 changed what
 
 The exit status is 0 if nothing changed, 1 if something did, and 2 if a program
 could not be compared. Figures that only another version of jax or of its
@@ -52,6 +55,12 @@ def check(arguments: Sequence[str], prog: str) -> int:
         'changed and what the versions moved; it need not have this package',
     )
     parser.add_argument(
+        '--history',
+        metavar='A..B',
+        help='record each commit of a range, and compare it with the one before; with --python, '
+        'by that Python',
+    )
+    parser.add_argument(
         '--strict', action='store_true', help='figures that versions moved are a change'
     )
     parser.add_argument('--jobs', type=int, metavar='N', help='programs at once (2, or 1 per core)')
@@ -64,7 +73,8 @@ def check(arguments: Sequence[str], prog: str) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from meshwright.checking.command import CheckRun, check_programs, update_goldens, write_check
+    from meshwright.checking.command import check_programs, update_goldens, write_check
+    from meshwright.checking.processes import CheckRun
     from meshwright.checking.settings import read_settings
     from meshwright.checking.verdicts import exit_status
 
@@ -75,6 +85,10 @@ def _check(options: argparse.Namespace) -> int:
         raise ValueError('--json and --markdown: choose one; --out=DIR writes both')
     if options.update and (options.python or options.out or options.json or options.markdown):
         raise ValueError('--update writes golden records and compares nothing: use it alone')
+    if options.history is not None and (
+        options.update or options.out or options.markdown or options.strict
+    ):
+        raise ValueError('--history goes with --json, --python and --jobs only')
     root = Path(options.root)
     if not root.is_dir():
         raise ValueError(f'--root={options.root}: there is no such folder')
@@ -85,6 +99,8 @@ def _check(options: argparse.Namespace) -> int:
     run = CheckRun(
         python=os.path.abspath(python) if python else '', jobs=jobs, progress=_show_progress
     )
+    if options.history is not None:
+        return _history(settings, run, options)
     if options.update:
         written, errors = update_goldens(settings, run)
         for file in written:
@@ -98,6 +114,23 @@ def _check(options: argparse.Namespace) -> int:
     page = write_check(verdicts, Path(options.out)) if options.out else None
     print(_answer(options, verdicts, page))
     return exit_status(verdicts, strict=options.strict)
+
+
+def _history(settings: CheckSettings, run: CheckRun, options: argparse.Namespace) -> int:
+    from meshwright.checking.document import history_document
+    from meshwright.checking.drawing import commit_text, history_summary
+    from meshwright.checking.history import check_history
+    from meshwright.report.terminal import terminal_width
+
+    found = []
+    for made in check_history(settings, run, options.history):
+        found.append(made)
+        if not options.json and (text := commit_text(made, terminal_width())):
+            print(f'{text}\n', flush=True)
+    print(json.dumps(history_document(found)) if options.json else history_summary(found))
+    if any(made.changed for made in found):
+        return 1
+    return 2 if all(v.status == 'error' for made in found for v in made.verdicts) else 0
 
 
 def _show_progress(text: str) -> None:
