@@ -3,6 +3,6 @@
 `settings` reads what pyproject.toml declares, `worker` makes the record of one program in a process
 of its own, `processes` starts these, `owned_by_tests` asks pytest for the goldens of tests,
 `verdicts` compares and tells changes of code from those of versions, and `drawing`, `markdown` and
-`document` show the answer. `pull_request` comments it. `history` compares each commit of a range with
-the one before; `commits` has what git knows about them, and `opened` which files a program reads.
+`document` show the answer. `pull_request` comments it. `history` compares each commit of a range
+with the one before; `commits` has what git knows, and `opened` which files a program reads.
 """
