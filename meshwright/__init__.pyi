@@ -35,6 +35,9 @@ from meshwright.dumps.reading import (
 from meshwright.explaining import (
     explain as explain,
 )
+from meshwright.findings.layout_maps import (
+    lint_layout_map as lint_layout_map,
+)
 from meshwright.findings.program_findings import (
     Findings as Findings,
     lint_program as lint_program,

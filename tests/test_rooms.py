@@ -58,7 +58,7 @@ GROUND = {'amounts', 'hardware', 'layout', 'lazy_names', 'library_files', 'mesh'
 GROUND |= {'command_line', 'products', 'rules'}
 BELOW = {
     'partitioning': {},
-    'meshwright': {'partitioning': {*GROUND, 'pictures', 'state', 'untrusted_text'}},
+    'meshwright': {'partitioning': {*GROUND, 'pictures', 'state', 'untrusted_text', 'values'}},
     'train': {'partitioning': None, 'meshwright': None},
 }
 NOT_IN_CORE = {'gin', 'grain', 'orbax', 'tensorboardX'}

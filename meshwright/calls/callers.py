@@ -1,7 +1,8 @@
 """Names of the arguments of a function by the call that is being made of it.
 
 Libraries flatten what they pass to jax: `nnx.jit` and `eqx.filter_jit` give it arrays whose names
-are "model.states[0][3]". The call that the user has made has the models themselves.
+are "model.states[0][3]". The call that the user has made has the models themselves. A step of Keras
+takes lists of arrays, and its model knows their paths.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from meshwright.calls.keras_models import state_paths
 from meshwright.calls.plain_call import jax_paths, user_paths
 from meshwright.jax_private import TracedCall
 
@@ -25,7 +27,7 @@ def named_by_caller(traced: TracedCall) -> TracedCall:
     number: "states[0][3]" says less than "kernel".
     """
     now = jax_paths(traced)
-    found = min([now, *_named(traced)], key=_count_numbers)
+    found = min([now, *_named(traced, now)], key=_count_numbers)
     if found is now:
         return traced
     return dataclasses.replace(traced, argument_names=tuple('.'.join(path) for path in found))
@@ -35,13 +37,15 @@ def _count_numbers(paths: list[tuple[str, ...]]) -> int:
     return sum(not path or path[-1].isdigit() or 'args[' in path[0] for path in paths)
 
 
-def _named(traced: TracedCall) -> Iterator[list[tuple[str, ...]]]:
+def _named(traced: TracedCall, now: list[tuple[str, ...]]) -> Iterator[list[tuple[str, ...]]]:
     """The paths of the arrays in the arguments of each call around this one that has just them."""
     frame: Any = sys._getframe(2)
     for _ in range(_MOST):
         if frame is None:
             return
         local = frame.f_locals
+        if 'keras' in sys.modules and (paths := state_paths(local.get('self'), now, traced)):
+            yield paths
         args = local.get('args')
         if isinstance(args, tuple) and args:
             callers = (local[name] for name in _FUNCTIONS if callable(local.get(name)))

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from meshwright.calls.abstract_modules import structs_as_arrays
 from meshwright.calls.held import ON_HOST, ArgumentRole, HeldArray, named_role, row_of_array
+from meshwright.calls.keras_models import state_paths
 from meshwright.calls.moved_jaxpr import Move
 from meshwright.calls.roles import find_roles
 from meshwright.jax_private import TracedCall, read_trace, trace_again, trace_while
@@ -123,7 +124,9 @@ class PlainCall:
 
     @functools.cached_property
     def _paths(self) -> list[tuple[str, ...]]:
-        return user_paths(self.fn, self.args, self._traced) or jax_paths(self._traced)
+        paths = user_paths(self.fn, self.args, self._traced) or jax_paths(self._traced)
+        trainer = getattr(inspect.unwrap(self.fn), '__self__', None)
+        return state_paths(trainer, paths, self._traced) or paths
 
     def with_args(self, args: tuple[Any, ...]) -> Self:
         """The call with other arguments."""

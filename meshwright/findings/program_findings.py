@@ -15,6 +15,7 @@ from meshwright.findings import (
     product_checks,
     shard_map_checks,
 )
+from meshwright.findings.map_entries import with_map_entries
 from meshwright.findings.program_facts import ProgramFacts
 from meshwright.jax_private import TracedCall
 from meshwright.report.forecasts import Forecast, ForecastFinding
@@ -69,7 +70,7 @@ def lint_program(
     """
     known = traced.results if results is None else results
     facts = ProgramFacts(traced=traced, mesh=mesh, held=held, results=known)
-    found = (finding for check in _CHECKS for finding in check(facts))
+    found = with_map_entries(finding for check in _CHECKS for finding in check(facts))
     return Findings(
         finding._replace(
             where=shorten_sources(finding.where), message=shorten_sources(finding.message)
