@@ -2,6 +2,7 @@
 
 Tests check layouts and numbers, not speed. XLA therefore compiles without most optimizations, and
 up to jax 0.10 without its newer code generator for fused loops. Each halves the time of compiling.
+A program is compiled in one piece: pieces are for large programs and many cores.
 
 Python keeps the bytecode of what it imports, also where the environment forbids it, as in many
 containers. Otherwise every process that a test starts compiles jax's, flax's and our modules again,
@@ -25,10 +26,10 @@ sys.dont_write_bytecode = False
 os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')
+_XLA_FLAGS = [os.environ.get('XLA_FLAGS', ''), '--xla_cpu_parallel_codegen_split_count=1']
 if jax.__version_info__ < (0, 11):  # a later XLA does not know the flag and would stop
-    os.environ['XLA_FLAGS'] = (
-        f'{os.environ.get("XLA_FLAGS", "")} --xla_cpu_use_fusion_emitters=false'.strip()
-    )
+    _XLA_FLAGS.append('--xla_cpu_use_fusion_emitters=false')
+os.environ['XLA_FLAGS'] = ' '.join(_XLA_FLAGS).strip()
 jax.config.update('jax_platforms', 'cpu')
 jax.config.update('jax_disable_most_optimizations', True)
 jax.config.update('jax_num_cpu_devices', 8)

@@ -57,12 +57,10 @@ def arguments(model_dir, texts, *changes):
 
 def start(*args, cwd=REPOSITORY):
     """Runs the command in a new process."""
-    environment = os.environ | {'JAX_PLATFORMS': 'cpu'}
-    environment.pop('XLA_FLAGS', None)
     return subprocess.run(
         [sys.executable, '-m', 'train', *args],
         cwd=cwd,
-        env=environment,
+        env=os.environ | {'JAX_PLATFORMS': 'cpu'},
         capture_output=True,
         text=True,
     )
