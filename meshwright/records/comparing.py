@@ -18,6 +18,7 @@ from meshwright.records.difference import (
     of_numbers,
 )
 from meshwright.records.exchanged import compare_exchanges
+from meshwright.records.in_effect import in_effect
 from meshwright.records.record import (
     NOWHERE,
     At,
@@ -50,6 +51,7 @@ def compare_records(
       after: the record of the present program.
       tolerances: how much figures may differ.
     """
+    before, after = in_effect(before), in_effect(after)
     pairs = pair_arrays(before.arguments, after.arguments)
     names = names_after(pairs)
     arguments = [*_arrays('argument', pairs)]

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from meshwright.records.comparing import compare_records
-from meshwright.records.record import Record
+from meshwright.records.record import Record, RecordedCollective
 from meshwright.records.recording import record_call
 
 ROWS, WIDTH, LAYERS = 64, 256, 3
@@ -138,6 +138,33 @@ def test_names_order_and_written_out_layers_are_no_change():
     assert not compare_records(recorded(), renamed(recorded()))
     changed = renamed(recorded(spec=(None, None, 'data')))
     assert kinds(recorded(), changed) >= {'argument'}
+
+
+def test_an_axis_of_one_device_in_a_layout_is_no_change():
+    """P(None, ('data', 'model'), 'expert') on 8 x 1 x 1 devices is P(None, 'data', None)."""
+    made = recorded()
+    [weights, batch] = made.arguments
+    longer = dataclasses.replace(weights, spec="P(None, ('data', 'model'), 'expert')")
+
+    def on(mesh, *arguments):
+        return dataclasses.replace(made, mesh=mesh, arguments=arguments)
+
+    alone, two = ({'data': 8, 'model': n, 'expert': 1} for n in (1, 2))
+    assert not compare_records(on(alone, weights, batch), on(alone, longer, batch))
+    [found] = compare_records(on(two, weights, batch), on(two, longer, batch))
+    assert found.line.startswith("weights: P(None, 'data', None), ")
+    assert "-> P(None, ('data', 'model'), None), " in found.line
+    assert not compare_records(on({'data': 8}, weights, batch), on(alone, longer, batch))
+
+    def asked(*axes):
+        collectives = tuple(RecordedCollective(name='psum', axes=a, count=2) for a in axes)
+        return dataclasses.replace(on(alone, weights, batch), collectives=collectives)
+
+    wide = asked(('data', 'model'), ('expert',))
+    assert not compare_records(asked(('data',)), wide)
+    assert kinds(asked(), wide) == {'collective'}
+    open_ = dataclasses.replace(batch, spec='P(UNCONSTRAINED, None)')
+    assert kinds(on(alone, weights, batch), on(alone, weights, open_)) == {'argument'}
 
 
 def test_figures_may_differ_more_if_the_code_says_the_same():
