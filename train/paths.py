@@ -16,6 +16,19 @@ from train.errors import ConfigError
 # The modules that each kind of store needs. The extra of meshwright has the name in `EXTRAS`.
 STORES = {'gs': ('gcsfs', 'google.cloud.storage'), 's3': ('s3fs', 'boto3')}
 EXTRAS = {'gs': 'gcs', 's3': 's3'}
+# Where nothing is written, even if this user could.
+_OF_SYSTEM: tuple[str, ...] = (
+    '/proc',
+    '/sys',
+    '/dev',
+    '/boot',
+    '/etc',
+    '/bin',
+    '/sbin',
+    '/lib',
+    '/lib64',
+)
+_OF_SYSTEM += ('/usr/bin', '/usr/sbin', '/usr/lib', '/usr/lib64', '/usr/include')
 
 
 def as_path(setting: str, value: Any) -> epath.Path:
@@ -50,14 +63,26 @@ def as_folder(setting: str, value: Any) -> epath.Path:
     """The folder that a setting names, which need not exist yet.
 
     Raises:
-      ConfigError: as in `as_path`, or if a file is in its place.
+      ConfigError: as in `as_path`, if a file is in its place, or if it belongs to the system.
     """
     path = as_path(setting, value)
     if not is_remote(path):
+        _check_not_of_system(setting, path)
         existing = next((p for p in (path, *path.parents) if p.exists()), path.parent)
         if not existing.is_dir():
             raise ConfigError(f'{setting} {path}: {existing} is a file, not a folder')
     return path
+
+
+def _check_not_of_system(setting: str, path: epath.Path) -> None:
+    real = os.path.realpath(path)
+    for folder in _OF_SYSTEM if not real.startswith('/dev/shm/') else ():
+        if real == folder or real.startswith(f'{folder}/'):
+            raise ConfigError(
+                f'{setting} {path} is in {folder}, which belongs to the system: use another folder'
+            )
+    if real == os.sep:
+        raise ConfigError(f'{setting} {path} is the root of the file system: use a folder in it')
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:

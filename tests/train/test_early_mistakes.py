@@ -12,7 +12,6 @@ from train.cli.command import CommandParser
 from train.cli.early import check_folder, check_run
 from train.data.text.files import find_files
 from train.errors import ConfigError
-from train.gin.parsing import Reference
 from train.processes.holding import hold_folder
 from train.processes.signals import handling
 
@@ -51,11 +50,12 @@ def test_a_corpus_too_small_to_hold_anything_out_is_no_empty_corpus(corpus):
     check('--gin.TEXT=texts/*.md', '--gin.TrainConfig.evaluators={}')
 
 
-def test_macros_that_refer_to_each_other_have_no_value(corpus):
+def test_macros_that_refer_to_each_other_are_refused(corpus):
     corpus(3)
     circle = ['--gin.TEXT=%A', '--gin.A=%B', '--gin.B=%A']
     options = CommandParser('meshwright train', '', '').read(circle)
-    assert isinstance(check_folder(options, [PRETRAIN]).find('TextFiles', 'pattern')[1], Reference)
+    with pytest.raises(ConfigError, match=r' needs %.: give one of them another'):
+        check_folder(options, [PRETRAIN])
 
 
 def test_a_large_corpus_is_not_listed(corpus):

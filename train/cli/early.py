@@ -15,6 +15,7 @@ from typing import Any
 from train.cli.command import gin_settings
 from train.errors import ConfigError, describe_error
 from train.gin.parsing import Reference, Statement, follow_macros, read_statements
+from train.machine.host_memory import check_batch_fits
 from train.paths import as_folder, is_remote
 
 # More files are not looked at here, because listing them may take long.
@@ -37,6 +38,8 @@ def check_run(options: argparse.Namespace, files: Sequence[str]) -> None:
     is_alone = not (options.multihost or options.coordinator_address or options.process_count)
     if isinstance(folder, str) and not is_remote(folder) and is_alone:
         _check_free(place, folder)
+    if is_alone:
+        _check_sizes(settings)
     _check_text_files(settings)
 
 
@@ -114,6 +117,17 @@ def _check_writable(place: str, folder: str) -> None:
             f'{place}: MODEL_DIR {folder} cannot be written: {describe_error(error)}{where}; use '
             'another folder: --gin.MODEL_DIR=...'
         ) from error
+
+
+def _check_sizes(settings: Settings) -> None:
+    """Checks that this host can hold a batch."""
+    place, rows = settings.find('TrainConfig', 'batch_size')
+    _, length = settings.find('TrainConfig', 'sequence_length')
+    if type(rows) is int and type(length) is int and rows > 0 and length > 0:
+        try:
+            check_batch_fits(rows, length)
+        except ConfigError as error:
+            raise ConfigError(f'{place}: {error}') from error
 
 
 def _check_free(place: str, folder: str) -> None:

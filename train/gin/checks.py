@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import graphlib
 import importlib
 import inspect
-import itertools
 import typing
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +12,7 @@ from gin import config as gin_internals, config_parser
 
 from partitioning.rules import nearest
 from train.errors import ConfigError
+from train.gin import limits
 from train.gin.configurables import listed_names, parameters_of
 from train.gin.parsing import Statement, is_within
 from train.gin.selectors import NO_ALIASES, Aliases, Resolver, is_import, refusal
@@ -93,7 +92,7 @@ def check_names(
                 resolver.resolve(reference.selector, statement)
     last = _last_statements(statements, resolver)
     _check_macros(last, unused={s.macro for s in statements if s.macro} - used)
-    _check_circles(last, resolver)
+    _check_expansion(last, resolver)
     modules = [s.parsed.module for s in statements if is_import(s)]
     foreign = any(map(aliases.provides, modules))
     _check_scopes(statements, own_code=bool(allow), known=aliases.scopes if foreign else ())
@@ -143,32 +142,22 @@ def _name(selector: str, statement: Statement, resolver: Resolver) -> str:
     return configurable.selector if configurable else selector
 
 
-def _check_circles(last: _Last, resolver: Resolver) -> None:
-    """Checks that no value needs itself: gin would call its parts until Python stops it."""
-    needs: dict[str, set[str]] = {}
-    places: dict[tuple[str, str], str] = {}
+def _check_expansion(last: _Last, resolver: Resolver) -> None:
+    """Checks that no value needs itself, and what values become if calls are replaced as well."""
+    expansion = limits.Expansion()
     for key, statement in last.items():
         node = f'%{key[0]}' if len(key) == 1 else '@' + '/'.join(filter(None, key[:2]))
+        needs: list[str] = []
         for reference in statement.references:
             if reference.is_macro:
-                needed = f'%{reference.name}'
+                needs.append(f'%{reference.name}')
             elif reference.evaluate:
                 scope = reference.name.rpartition('/')[0]
                 name = _name(reference.selector, statement, resolver)
-                needed = '@' + '/'.join(filter(None, (scope, name)))
-            else:
-                continue
-            needs.setdefault(node, set()).add(needed)
-            places[node, needed] = statement.place
-    try:
-        graphlib.TopologicalSorter(needs).prepare()
-    except graphlib.CycleError as error:
-        circle = error.args[1][::-1]
-        lines = [places[pair] for pair in itertools.pairwise(circle)]
-        raise ConfigError(
-            f'{lines[-1]}: {" needs ".join(circle)}: give one of them another value '
-            f'(set at {", ".join(dict.fromkeys(lines))})'
-        ) from None
+                needs.append('@' + '/'.join(filter(None, (scope, name))))
+        size = limits.count_values(statement.parsed.value)
+        expansion.add(node, size, needs, statement.place)
+    expansion.check()
 
 
 def _check_macros(last: _Last, unused: set[str]) -> None:

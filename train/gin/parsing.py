@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
+import os
 import re
 import shlex
 import tokenize
@@ -16,6 +18,7 @@ from gin import config_parser
 
 from partitioning.untrusted_text import printable
 from train.errors import ConfigError, first_line
+from train.gin import limits
 from train.paths import as_path
 
 
@@ -136,50 +139,83 @@ def read_statements(
       files, bindings, search_paths: as in `train.gin.load.load_config`.
 
     Raises:
-      ConfigError: if a file is not found or cannot be parsed.
+      ConfigError: if a file is not found, cannot be parsed, or is beyond the limits of `limits.py`.
     """
     folders = [*search_paths, str(find_config_root())]
-    of_files = (statement for file in files for statement in read_file(file, folders))
-    return [*of_files, *read_bindings(bindings)]
+    reader = _Reader(folders, [*map(os.path.dirname, map(os.path.abspath, files)), *folders, '.'])
+    statements = [statement for file in files for statement in reader.read(file)]
+    statements += read_bindings(bindings)
+    _check_macros(statements)
+    return statements
 
 
-def read_file(
-    file: str,
-    search_paths: Sequence[str],
-    place: str = '--gin_file',
-    includers: tuple[epath.Path, ...] = (),
-) -> Iterator[Statement]:
-    """Yields the statements of a gin file and of the files that it includes, in gin's order.
+def _check_macros(statements: Sequence[Statement]) -> None:
+    """Checks what becomes of macros; `checks.py` does it with the calls in values as well."""
+    expansion = limits.Expansion()
+    for macro, one in {s.macro: s for s in statements if s.macro}.items():
+        needs = [f'%{r.name}' for r in one.references if r.is_macro]
+        expansion.add(f'%{macro}', limits.count_values(one.parsed.value), needs, one.place)
+    expansion.check()
+
+
+class _Reader:
+    """Reads gin files and the files that they include.
 
     Args:
       search_paths: the folders in which files and their includes are searched.
-      place: what names the file, for messages.
-      includers: the paths of the files that include it.
-
-    Raises:
-      ConfigError: if a file is not found, is not text, has a syntax error, or includes itself.
+      folders: the folders below which included files must be.
     """
-    folders = [as_path('--gin_search_paths', path) for path in search_paths]
-    places = [as_path('--gin_file', file), *(folder / file for folder in folders)]
-    path = next((p for p in places if p.is_file()), None)
-    if path is None:
-        searched = dict.fromkeys(str(Path(p).resolve()) for p in ('.', *search_paths))
-        raise ConfigError(
-            f'{place}: no such gin file: {file}. Searched {", ".join(searched)}; add another '
-            'directory with --gin_search_paths'
-        )
-    if path in includers:
-        raise ConfigError(f'{place}: {file} includes itself')
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f'{place}: cannot read {path} as text: {error}') from error
-    for statement in parse(text, str(path)):
-        if isinstance(statement.parsed, config_parser.IncludeStatement):
-            included = statement.parsed.filename
-            yield from read_file(included, search_paths, statement.place, (*includers, path))
-        else:
-            yield statement
+
+    def __init__(self, search_paths: Sequence[str], folders: Sequence[str]):
+        self._search_paths, self._folders = search_paths, folders
+        self._files = 0
+
+    def read(
+        self, file: str, place: str = '--gin_file', includers: tuple[epath.Path, ...] = ()
+    ) -> Iterator[Statement]:
+        """Yields the statements of a file and of the files that it includes, in gin's order.
+
+        Args:
+          place: what names the file, for messages.
+          includers: the paths of the files that include it.
+
+        Raises:
+          ConfigError: if a file is not found, is not text, has a syntax error, includes itself, or
+            is beyond the limits of `limits.py`.
+        """
+        path = self._find(file, place)
+        if path in includers:
+            raise ConfigError(f'{place}: {file} includes itself')
+        if includers:
+            limits.check_inside(path, place, self._folders)
+        self._files += 1
+        if self._files > limits.MOST_FILES:
+            raise ConfigError(f'{place}: more than {limits.MOST_FILES} gin files are included')
+        for statement in parse(limits.read_text(path, place), str(path)):
+            if isinstance(statement.parsed, config_parser.IncludeStatement):
+                included = statement.parsed.filename
+                yield from self.read(included, statement.place, (*includers, path))
+            else:
+                yield statement
+
+    def _find(self, file: str, place: str) -> epath.Path:
+        folders = [as_path('--gin_search_paths', path) for path in self._search_paths]
+        places = [as_path('--gin_file', file), *(folder / file for folder in folders)]
+        path = next((p for p in places if _exists(p)), None)
+        if path is None:
+            searched = dict.fromkeys(str(Path(p).resolve()) for p in ('.', *self._search_paths))
+            raise ConfigError(
+                f'{place}: no such gin file: {limits.shortened(file)}. Searched '
+                f'{", ".join(searched)}; add another directory with --gin_search_paths'
+            )
+        return path
+
+
+def _exists(path: epath.Path) -> bool:
+    """Whether something other than a folder is there; what it is, is seen when it is read."""
+    with contextlib.suppress(OSError, ValueError):  # such as a name that is too long
+        return path.exists() and not path.is_dir()
+    return False
 
 
 def read_bindings(bindings: Sequence[str]) -> list[Statement]:
@@ -190,16 +226,19 @@ def read_bindings(bindings: Sequence[str]) -> list[Statement]:
     """
     statements: list[Statement] = []
     for binding in map(quote_text, bindings):
-        flag = f'--gin.{binding}'
+        flag = limits.short_place(f'--gin.{binding}')
         name, _, value = binding.partition('=')
         try:
             statements += parse(binding, flag)
+        except limits.BeyondLimitsError:
+            raise
         except ConfigError as error:
-            quoted = f'--gin.{name.strip()}="{value.strip()!r}"'
+            name, value = limits.shortened(name.strip()), limits.shortened(value.strip())
+            quoted = f'--gin.{name}="{value!r}"'
             if set(value) & set('"$`!\\'):  # which mean something to a shell
-                quoted = shlex.quote(f'--gin.{name.strip()}={value.strip()!r}')
+                quoted = shlex.quote(f'--gin.{name}={value!r}')
             raise ConfigError(
-                f'{flag}: {value.strip() or "an empty string"} is not a gin value; if it is text, '
+                f'{flag}: {value or "an empty string"} is not a gin value; if it is text, '
                 f'write {quoted}'
             ) from error
     return statements
@@ -221,6 +260,8 @@ def quote_text(binding: str) -> str:
         return binding
     try:
         parse(f'x = {text}', '--gin')
+    except limits.BeyondLimitsError:
+        return binding
     except ConfigError:
         return f'{name}={text!r}'
     return binding
@@ -246,20 +287,25 @@ class _Collector(config_parser.ParserDelegate):
 def parse(text: str, file: str) -> list[Statement]:
     """The statements of a text, with the name of the file or of the flag that contains it."""
     collector = _Collector()
-    statements = []
+    statements: list[Statement] = []
     try:
         # The constructor reads the first token, so it can already raise a SyntaxError.
         parser = config_parser.ConfigParser(io.StringIO(text), collector)
         for parsed in parser:
+            if len(statements) == limits.MOST_STATEMENTS:
+                raise ConfigError(f'{file}: more than {limits.MOST_STATEMENTS:,} statements')
             flag = file.startswith('--')
             place = file if flag else f'{file}:{parsed.location.line_num}'
+            if isinstance(parsed, config_parser.BindingStatement):
+                limits.check_value(parsed.value, place, parsed.arg_name or parsed.selector)
             statements.append(Statement(place, file, parsed, tuple(collector.found)))
             collector.found.clear()
     except SyntaxError as error:
         message = str(error.msg).split('\n')[0].strip()
         if message.startswith('malformed node'):  # what Python's ast reports for a bare name
             message = 'write text in quotes, a configurable with @, or a macro with %'
-        line = (error.text or '').strip()
+        # What is no gin file, such as a list of passwords, is not quoted.
+        line = limits.shortened(printable((error.text or '').strip())) if _is_gin(file) else ''
         where = f'{file}:{error.lineno}' if error.lineno else file
         raise ConfigError(
             f'{where}: syntax error: {message}{f" In: {line}" if line else ""}'
@@ -269,9 +315,15 @@ def parse(text: str, file: str) -> list[Statement]:
         raise ConfigError(
             f'{file}:{line_number}: syntax error: {message}: close the open bracket or quote'
         ) from error
-    except ValueError as error:
-        raise ConfigError(f'{file}: {first_line(error)}') from error
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f'{file}: {limits.shortened(first_line(error))}') from error
     return statements
+
+
+def _is_gin(file: str) -> bool:
+    return file.endswith('.gin') or file.startswith('--')
 
 
 # The setting as written, such as `utils.DatasetConfig.pack` -> the statements that set it.

@@ -24,6 +24,7 @@ from train.data.rows.packing import Row
 from train.errors import ConfigError
 from train.evaluators.held_out import HeldOut
 from train.machine.compiling import choose_options, describe_options, use_compilation_cache
+from train.machine.host_memory import check_batch_fits
 from train.objectives import Objective, TokenLoss
 from train.optimizers import AveragedState, as_transformation, with_average
 from train.paths import as_folder
@@ -128,6 +129,10 @@ def prepare(config: TrainConfig, console: RunConsole | None = None) -> Run:
 
     with console.tokenizing() as progress, console.phase('opening the data'):
         directory = as_folder('MODEL_DIR', config.model_dir)
+        lengths = config.sequence_length
+        each = lengths.values() if isinstance(lengths, Mapping) else [lengths]
+        tokens = sum(one for one in each if one) or 1
+        check_batch_fits(config.batch_size, tokens, jax.process_count())
         use_compilation_cache(config.compilation_cache, directory, console.say)
         evaluators = choose_evaluators(config)
         data, evaluated = open_tasks(config, evaluators, progress)

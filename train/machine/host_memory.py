@@ -1,0 +1,31 @@
+"""What the memory of this host can hold, so that sizes beyond it are refused before they are."""
+
+from __future__ import annotations
+
+import os
+
+from partitioning.amounts import bytes_str
+from train.errors import ConfigError
+
+_TOKEN_BYTES = 4  # of an int32
+
+
+def check_batch_fits(batch_size: int, sequence_length: int, processes: int = 1) -> None:
+    """Checks that the tokens of a process's rows of a batch are smaller than its host's memory.
+
+    Args:
+      batch_size: the rows of the global batch.
+      sequence_length: the tokens of a row.
+      processes: the number of processes among which the rows are divided.
+
+    Raises:
+      ConfigError: if they are larger.
+    """
+    needed = -(-batch_size // processes) * sequence_length * _TOKEN_BYTES
+    memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    if needed > memory:
+        raise ConfigError(
+            f'batch_size {batch_size:,} and sequence_length {sequence_length:,} make '
+            f'{bytes_str(needed)} of tokens per process and batch, and this host has '
+            f'{bytes_str(memory)} of memory: lower one of them'
+        )
