@@ -23,6 +23,7 @@ MOST_BYTES = 2**20  # of a file
 MOST_FILES = 200  # with the files that they include, counted each time
 MOST_STATEMENTS = 5_000
 MOST_VALUES = 1_000_000  # after all references are replaced by what they stand for
+_LONGEST_OF_FILE = 50_000  # characters of a line
 LARGEST_INTEGER = 2**64 - 1
 _LONGEST_PLACE = 160
 _LONGEST_LINE = 200
@@ -61,6 +62,12 @@ def read_text(path: epath.Path, place: str) -> str:
         raise ConfigError(f'{place}: cannot read {path}: {reason}') from error
     if '\0' in text:
         raise ConfigError(f'{place}: {path} contains a null byte, so it is no gin file')
+    for number, line in enumerate(text.splitlines(), start=1):
+        if len(line) > _LONGEST_OF_FILE:
+            raise ConfigError(
+                f'{path}:{number}: the line has {len(line):,} characters: write at most '
+                f'{_LONGEST_OF_FILE:,}'
+            )
     return text
 
 

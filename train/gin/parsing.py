@@ -317,7 +317,9 @@ def parse(text: str, file: str) -> list[Statement]:
         ) from error
     except ConfigError:
         raise
-    except (ValueError, RecursionError, MemoryError) as error:
+    except (RecursionError, MemoryError) as error:
+        raise ConfigError(f'{file}: values are nested too deeply') from error
+    except ValueError as error:
         raise ConfigError(f'{file}: {limits.shortened(first_line(error))}') from error
     return statements
 
