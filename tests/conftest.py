@@ -6,9 +6,11 @@ A program is compiled in one piece: pieces are for large programs and many cores
 
 Python keeps the bytecode of what it imports, also where the environment forbids it, as in many
 containers. Otherwise every process that a test starts compiles jax's, flax's and our modules again,
-which takes longer than to import them.
+which takes longer than to import them. What is imported and collected lives until the end, so that
+the garbage collector need not look at it again and again.
 """
 
+import gc
 import os
 import resource
 import signal
@@ -20,6 +22,7 @@ import hypothesis
 import jax
 import pytest
 
+gc.disable()
 sys.dont_write_bytecode = False
 
 # The environment is for programs that tests start.
@@ -43,6 +46,11 @@ hypothesis.settings.load_profile('any machine')
 # nohup and background jobs of shells ignore these, and so would programs that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope='session')

@@ -142,13 +142,14 @@ def _embeddings(c: ConfigJson, *, tied: bool) -> tuple[int, int]:
     return (one if c.get('tie_word_embeddings', tied) else 2 * one), one
 
 
+def _sizes(c: ConfigJson) -> tuple[int, int, int]:
+    """The width, the number of layers, and the number of heads of each."""
+    return c.need('hidden_size'), c.need('num_hidden_layers'), c.need('num_attention_heads')
+
+
 def _latent(c: ConfigJson) -> CountedModel:
     """DeepSeek V2 and V3: latent attention, first dense layers, then experts and shared ones."""
-    d, layers, heads = (
-        c.need('hidden_size'),
-        c.need('num_hidden_layers'),
-        c.need('num_attention_heads'),
-    )
+    d, layers, heads = _sizes(c)
     query = c.need('qk_nope_head_dim') + c.need('qk_rope_head_dim')
     value, latent, rank = c.need('v_head_dim'), c.need('kv_lora_rank'), c.get('q_lora_rank') or 0
     matrices = d * rank + rank * heads * query if rank else d * heads * query
@@ -186,11 +187,7 @@ def _shared(c: ConfigJson) -> CountedModel:
     """Qwen 2 with experts: grouped attention with biases, experts, and one shared expert."""
     c.require('decoder_sparse_step', 1, default=1)
     c.require('mlp_only_layers', [], default=[])
-    d, layers, heads = (
-        c.need('hidden_size'),
-        c.need('num_hidden_layers'),
-        c.need('num_attention_heads'),
-    )
+    d, layers, heads = _sizes(c)
     size, groups = c.get('head_dim', d // heads), c.get('num_key_value_heads', heads)
     matrices = 2 * d * heads * size + 2 * d * groups * size
     biases = (heads + 2 * groups) * size
@@ -218,11 +215,7 @@ def _shared(c: ConfigJson) -> CountedModel:
 
 def _llama4(c: ConfigJson) -> CountedModel:
     """Llama 4: grouped attention; in every layer, or in every second, experts and a shared one."""
-    d, layers, heads = (
-        c.need('hidden_size'),
-        c.need('num_hidden_layers'),
-        c.need('num_attention_heads'),
-    )
+    d, layers, heads = _sizes(c)
     size, groups = c.get('head_dim', d // heads), c.get('num_key_value_heads', heads)
     matrices = 2 * d * heads * size + 2 * d * groups * size
     routed, chosen = c.need('num_local_experts'), c.get('num_experts_per_tok', 1)
