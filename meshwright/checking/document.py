@@ -187,19 +187,20 @@ def _answer(verdict: Verdict) -> AnswerProgram:
         machine=verdict.machine,
         file=verdict.file,
         status=verdict.status,
-        differences=tuple(map(_difference, verdict.differences)),
-        by_versions=tuple(map(_difference, verdict.by_versions)),
+        differences=tuple(map(plain_difference, verdict.differences)),
+        by_versions=tuple(map(plain_difference, verdict.by_versions)),
         versions=tuple(
             AnswerVersion(package=name, before=old, after=new)
             for name, (old, new) in verdict.versions.items()
         ),
         message=verdict.message,
-        before=_figures(verdict.before),
-        after=_figures(verdict.after),
+        before=figures_of(verdict.before),
+        after=figures_of(verdict.after),
     )
 
 
-def _difference(one: Difference) -> AnswerDifference:
+def plain_difference(one: Difference) -> AnswerDifference:
+    """A difference as the answer has it."""
     return AnswerDifference(
         kind=one.kind,
         of_code=one.is_of_code,
@@ -217,7 +218,8 @@ def _difference(one: Difference) -> AnswerDifference:
     )
 
 
-def _figures(record: Record | None) -> AnswerFigures | None:
+def figures_of(record: Record | None) -> AnswerFigures | None:
+    """The figures of a record."""
     if record is None:
         return None
     return AnswerFigures(peak=record.peak, sent=record.sent, seconds=record.seconds)

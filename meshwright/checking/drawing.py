@@ -87,9 +87,9 @@ def _section(verdict: Verdict, width: int) -> Iterator[str]:
     machine = f' on {verdict.machine}' if verdict.machine else ''
     yield f'{verdict.name}{machine}: {title_of(verdict)}'
     if verdict.message:
-        yield from _wrapped(verdict.message, width, 2)
+        yield from wrapped(verdict.message, width, 2)
     if verdict.versions:
-        yield from _wrapped(f'versions: {versions_text(verdict)}', width, 2)
+        yield from wrapped(f'versions: {versions_text(verdict)}', width, 2)
     code = [one for one in verdict.differences if one.is_of_code]
     rest = [one for one in verdict.differences if not one.is_of_code]
     yield from _list('what the code says', code, width)
@@ -102,11 +102,11 @@ def _list(title: str, differences: Sequence[Difference], width: int) -> Iterator
         return
     yield f'  {title}:'
     for one in differences:
-        yield from _wrapped(one.line, width, 4)
-        yield from _wrapped(str(one.at), width, 8)
+        yield from wrapped(one.line, width, 4)
+        yield from wrapped(str(one.at), width, 8)
 
 
-def _wrapped(text: str, width: int, indent: int) -> list[str]:
+def wrapped(text: str, width: int, indent: int) -> list[str]:
     """Lines of an indented text; those after the first are indented by two characters more."""
     return textwrap.wrap(
         text,

@@ -37,7 +37,7 @@ def check_markdown(verdicts: Sequence[Verdict], page: str = '') -> str:
     for verdict in changed:
         details = '\n'.join(_details(verdict)) + '\n'
         if length + len(details) > _MOST:
-            parts.append(f'The details of {_plain(verdict.name)} are too long for a comment.\n')
+            parts.append(f'The details of {plain_cell(verdict.name)} are too long for a comment.\n')
             continue
         parts.append(details)
         length += len(details)
@@ -54,7 +54,7 @@ def _table(verdicts: Sequence[Verdict]) -> Iterator[str]:
     yield '|---|---|---|---|---|---|'
     for verdict in verdicts:
         cells = [verdict.name, verdict.machine, title_of(verdict), *_figures(verdict)]
-        yield f'| {" | ".join(map(_plain, cells))} |'
+        yield f'| {" | ".join(map(plain_cell, cells))} |'
 
 
 def _figures(verdict: Verdict) -> list[str]:
@@ -84,9 +84,9 @@ def _change(was: float | None, now: float | None, before: str, after: str) -> st
 def _details(verdict: Verdict) -> Iterator[str]:
     yield f'<details><summary>{html.escape(verdict.name)}: {title_of(verdict)}</summary>\n'
     if verdict.message:
-        yield f'{_plain(verdict.message)}\n'
+        yield f'{plain_cell(verdict.message)}\n'
     if verdict.versions:
-        yield f'Versions: {_plain(versions_text(verdict))}\n'
+        yield f'Versions: {plain_cell(versions_text(verdict))}\n'
     if verdict.differences:
         yield from _differences('what changed', verdict.differences)
     if verdict.by_versions:
@@ -98,21 +98,23 @@ def _differences(title: str, differences: Sequence[Difference]) -> Iterator[str]
     yield f'| {title} | before | after | why |'
     yield '|---|---|---|---|'
     for one in differences:
-        why = _plain('; '.join(filter(None, (one.at.rule and f'rule {one.at.rule}', one.at.why))))
-        place = _code(f'{one.at.line}: {one.at.text}') if one.at.line else ''
+        why = plain_cell(
+            '; '.join(filter(None, (one.at.rule and f'rule {one.at.rule}', one.at.why)))
+        )
+        place = code_cell(f'{one.at.line}: {one.at.text}') if one.at.line else ''
         after = f'{one.after} ({one.share})' if one.share else one.after
-        cells = [_plain(one.name), _plain(one.before), _plain(after)]
+        cells = [plain_cell(one.name), plain_cell(one.before), plain_cell(after)]
         yield f'| {" | ".join([*cells, "<br>".join(filter(None, (place, why)))])} |'
     yield ''
 
 
-def _plain(text: str) -> str:
+def plain_cell(text: str) -> str:
     """Text without a meaning in Markdown, on one line; names of people are not called."""
     escaped = _SPECIAL.sub(r'\\\1', ' '.join(text.split()))
     return escaped.replace('\\<', '&lt;').replace('\\>', '&gt;').replace('@', '@\u200b')
 
 
-def _code(text: str) -> str:
+def code_cell(text: str) -> str:
     """Text as code in a cell of a table, whatever characters it has."""
     characters = ' '.join(text.split())
     shown = ''.join(f'&#{ord(c)};' if c in _IN_CODE else c for c in characters)

@@ -1,4 +1,4 @@
-"""Starts a process for the record of each program, with the Python of any environment."""
+"""Starts processes that record programs, with the Python of any environment."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import dataclasses
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from meshwright.checking.settings import CheckedProgram
 from meshwright.records.record import Record
@@ -90,10 +91,7 @@ def record_programs(
     """
     with tempfile.TemporaryDirectory(prefix='meshwright-check-') as name:
         folder = Path(name)
-        packages = folder / 'packages'
-        packages.mkdir()
-        for package in _PACKAGES:
-            (packages / package).symlink_to(_ABOVE / package)
+        _link_packages(folder / 'packages')
 
         def run(program: CheckedProgram) -> Recorded:
             progress(f'{program.name} on {program.machine or "its own devices"}')
@@ -104,11 +102,84 @@ def record_programs(
     return {program.name: one for program, one in zip(programs, found, strict=True)}
 
 
-def _record(
-    program: CheckedProgram, root: Path, python: str, folder: Path, commit: FilesOfCommit | None
-) -> Recorded:
+def record_in_turn(
+    programs: Sequence[CheckedProgram],
+    root: Path,
+    python: str,
+    *,
+    variables: Mapping[str, str],
+    limit: float,
+) -> Iterator[Recorded]:
+    """Records programs one after the other, in processes that share the import of jax.
+
+    Args:
+      programs: the programs.
+      root: the folder in which they are.
+      python: the Python that runs them, as for `record_programs`.
+      variables: environment variables for it.
+      limit: the seconds that a program may take.
+
+    Yields:
+      what became of each program, as soon as it is known.
+    """
+    with tempfile.TemporaryDirectory(prefix='meshwright-check-') as name:
+        folder = Path(name)
+        _link_packages(folder / 'packages')
+        pairs = [_write_task(program, folder, root) for program in programs]
+        command = [python, '-P', '-m', 'meshwright.checking.worker', f'--limit={limit}']
+        most = max(programs, key=lambda program: program.num_devices)
+        with open(folder / 'stderr', 'w+', encoding='utf-8', errors='replace') as said:
+            try:
+                process = subprocess.Popen(
+                    [*command, *(str(file) for pair in pairs for file in pair)],
+                    cwd=root,
+                    env=_environment(most, folder / 'packages', variables),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=said,
+                    text=True,
+                )
+            except OSError as error:
+                text = f'{python} cannot be started: {error.strerror}'
+                yield from [Recorded(error=text)] * len(pairs)
+                return
+            with process:
+                assert process.stdout is not None
+                try:
+                    for _, answer in pairs:
+                        yield _answer_of(answer, process.stdout.readline(), limit, said)
+                finally:
+                    process.terminate()
+
+
+def _answer_of(answer: Path, line: str, limit: float, said: TextIO) -> Recorded:
+    """What became of a program whose process has ended, or why there was none."""
+    if answer.is_file():
+        return read_answer(json.loads(answer.read_text(encoding='utf-8')))
+    if not line:  # not even jax can be imported
+        said.seek(0)
+        return Recorded(error=f'jax cannot be used: {" ".join(said.read().split())[-_LAST:]}')
+    if json.loads(line) == -signal.SIGALRM:
+        return Recorded(error=f'it was stopped after {limit:g} s')
+    text = answer.with_name(f'{answer.name}.stderr').read_text(encoding='utf-8', errors='replace')
+    return Recorded(
+        error=f'the process ended with {line.strip()}: {" ".join(text.split())[-_LAST:]}'
+    )
+
+
+def _link_packages(packages: Path) -> None:
+    """Makes a folder from which the packages of this repository can be imported."""
+    packages.mkdir()
+    for package in _PACKAGES:
+        (packages / package).symlink_to(_ABOVE / package)
+
+
+def _write_task(
+    program: CheckedProgram, folder: Path, root: Path, commit: FilesOfCommit | None = None
+) -> tuple[Path, Path]:
+    """Writes what a process reads, and returns its file and the file of the answer."""
     task, answer = (folder / f'{program.name}.{kind}.json' for kind in ('task', 'answer'))
-    settings = dataclasses.asdict(program)
+    settings = {**dataclasses.asdict(program), 'num_devices': program.num_devices}
     settings['top'] = str(root if commit is None else commit.top)
     settings['present'] = '' if commit is None else str(commit.present)
     if program.script:
@@ -116,6 +187,13 @@ def _record(
         is_whole = command[0].endswith('.py') or Path(command[0]).name.startswith('python')
         settings['script'] = command if is_whole else ['python', *command]
     task.write_text(json.dumps(settings), encoding='utf-8')
+    return task, answer
+
+
+def _record(
+    program: CheckedProgram, root: Path, python: str, folder: Path, commit: FilesOfCommit | None
+) -> Recorded:
+    task, answer = _write_task(program, folder, root, commit)
     command = [python, '-P', '-m', 'meshwright.checking.worker', str(task), str(answer)]
     try:
         ended = subprocess.run(
@@ -136,9 +214,11 @@ def _record(
     return read_answer(json.loads(answer.read_text(encoding='utf-8')))
 
 
-def _environment(program: CheckedProgram, packages: Path) -> dict[str, str]:
+def _environment(
+    program: CheckedProgram, packages: Path, variables: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """The environment of a process: no accelerator is looked for, and there are enough devices."""
-    given = dict(os.environ)
+    given = {**os.environ, **(variables or {})}
     path = [str(packages), *filter(None, [given.get('PYTHONPATH')])]
     given |= {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': os.pathsep.join(path)}
     given.setdefault('JAX_NUM_CPU_DEVICES', str(program.num_devices))

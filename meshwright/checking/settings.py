@@ -30,7 +30,7 @@ from partitioning.hardware.topology import split_slices
 from partitioning.rules import nearest
 
 _KEYS = ('function', 'script', 'topology', 'axes', 'compile', 'on_cpu', 'tolerances')
-_TABLE = ('folder', 'tests', 'goldens')
+_TABLE = ('folder', 'tests', 'goldens', 'radar')
 _USES_GOLDENS = re.compile(r'\b(assert_forecast_unchanged|check_golden|mw\.golden)\(')
 _VIRTUAL = 8  # devices, if no machine says how many
 
@@ -117,7 +117,7 @@ def read_settings(root: Path, only: Sequence[str] = ()) -> CheckSettings:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f'{file.name}: {error}') from error
     held = table.get('tool', {}).get('meshwright', {})
-    _check_keys(held, _TABLE, '[tool.meshwright]')
+    check_keys(held, _TABLE, '[tool.meshwright]')
     goldens = _of_type(held.get('goldens', {}), dict, 'goldens', 'tables')
     programs = tuple(_program(name, given) for name, given in goldens.items())
     tests = _texts(held.get('tests', ()), 'tests')
@@ -152,7 +152,7 @@ def _program(name: str, given: Any) -> CheckedProgram:
     if not re.fullmatch(r'[\w.-]+', name):
         raise ValueError(f'{where}: the name is the name of a file: use letters, digits, - and _')
     _of_type(given, dict, where, 'a table')
-    _check_keys(given, _KEYS, where)
+    check_keys(given, _KEYS, where)
     texts = {
         key: _of_type(given.get(key, ''), str, f'{where} {key}', 'a text')
         for key in ('function', 'script', 'topology')
@@ -193,7 +193,7 @@ def _program(name: str, given: Any) -> CheckedProgram:
 def _tolerances(given: Any, where: str) -> Tolerances:
     known = [field.name for field in dataclasses.fields(Tolerances)]
     _of_type(given, dict, f'{where} tolerances', 'a table, such as {peak = 0.05}')
-    _check_keys(given, known, f'{where} tolerances')
+    check_keys(given, known, f'{where} tolerances')
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
             raise ValueError(f'{where} tolerances: {name} = {value!r}: write a share, such as 0.05')
@@ -225,7 +225,8 @@ def _of_type(value: Any, kind: type, where: str, expected: str) -> Any:
     return value
 
 
-def _check_keys(given: Any, known: Sequence[str], where: str) -> None:
+def check_keys(given: Any, known: Sequence[str], where: str) -> None:
+    """Raises a ValueError if a table is not one, or has other keys than these."""
     _of_type(given, dict, where, 'a table')
     for key in given:
         if key not in known:

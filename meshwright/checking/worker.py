@@ -1,7 +1,9 @@
 """Makes the record of one program: `python -m meshwright.checking.worker TASK ANSWER`.
 
 It runs in a process of its own, with the Python of an environment that need not have this package,
-in the root of the repository. TASK and ANSWER are files of JSON.
+in the root of the repository. TASK and ANSWER are files of JSON. With more pairs of files, each
+program has a process of its own that begins with jax imported; it may take LIMIT seconds:
+`python -m meshwright.checking.worker --limit=LIMIT TASK ANSWER [TASK ANSWER ...]`.
 """
 
 from __future__ import annotations
@@ -9,9 +11,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import sys
+import time
 import traceback
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +56,47 @@ def _prefer_commit(present: Path, folder: Path) -> None:
         if entry and path.is_relative_to(present):
             sys.path.insert(i, str(folder / path.relative_to(present)))
     sys.path.append(str(present))
+
+
+def answer_in_turn(limit: float, files: Sequence[str]) -> None:
+    """Answers several tasks, each in a copy of this process, and prints a line after each.
+
+    Args:
+      limit: the seconds that a task may take.
+      files: the files of the tasks and of the answers in turn.
+    """
+    import meshwright.records.recording  # noqa: F401  (the copies have it, and jax)
+
+    warnings.filterwarnings('ignore', message=r'.*os\.fork')
+    for task_file, answer_file in zip(files[::2], files[1::2], strict=True):
+        child = os.fork()
+        if not child:
+            with open(f'{answer_file}.stderr', 'wb') as said:
+                os.dup2(said.fileno(), 2)
+            _use_devices(json.loads(Path(task_file).read_text(encoding='utf-8')))
+            main(task_file, answer_file)
+            os._exit(0)
+        print(json.dumps(_wait(child, limit)), flush=True)
+
+
+def _use_devices(task: Mapping[str, Any]) -> None:
+    """Makes as many virtual devices as a task needs, before jax has made any."""
+    import jax
+
+    jax.config.update('jax_num_cpu_devices', task['num_devices'])
+
+
+def _wait(child: int, limit: float) -> int:
+    """Waits for a process, kills it after some time, and returns its exit status."""
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return -signal.SIGALRM
 
 
 def record_function(task: Mapping[str, Any]) -> tuple[Record, Forecast]:
@@ -143,7 +189,11 @@ def _one_line(error: BaseException) -> str:
 
 
 if __name__ == '__main__':
-    main(*sys.argv[1:])
+    if sys.argv[1].startswith('--limit='):
+        sys.path[0] = os.getcwd()
+        answer_in_turn(float(sys.argv[1].removeprefix('--limit=')), sys.argv[2:])
+    else:
+        main(*sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # threads of a script may never end

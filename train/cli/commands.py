@@ -30,6 +30,11 @@ COMMANDS = {
         'say what changed in the layouts of your programs',
         '--out=check',
     ),
+    'radar': (
+        'radar.radar',
+        'say what releases of jax change in your programs',
+        '--versions=jax==0.10.2,jax==0.11.2',
+    ),
     'explain': (
         'explaining.explain_dump',
         'say what a dump of XLA tells about a program',
