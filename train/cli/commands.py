@@ -31,7 +31,7 @@ COMMANDS = {
         '--out=check',
     ),
     'radar': (
-        'radar.radar',
+        'releases.radar',
         'say what releases of jax change in your programs',
         '--versions=jax==0.10.2,jax==0.11.2',
     ),
