@@ -59,11 +59,11 @@ def commit_text(made: CommitVerdicts, width: int = 100) -> str:
     if not told and not made.pinned:
         return ''
     commit = made.commit
-    lines = _wrapped(f'{commit.short} {commit.date} {commit.subject}', width, 0)
+    lines = wrapped(f'{commit.short} {commit.date} {commit.subject}', width, 0)
     if made.pinned:
         pins = ', '.join(f'{name} {a} -> {b}' for name, (a, b) in made.pinned.items())
         alone = '' if told else '; the code is the same'
-        lines += _wrapped(f'required versions: {pins}{alone}', width, 2)
+        lines += wrapped(f'required versions: {pins}{alone}', width, 2)
     for verdict in told:
         lines += [f'  {line}' for line in _section(verdict, width - 2)]
     return '\n'.join(lines)

@@ -1,4 +1,4 @@
-"""`meshwright radar`: what releases change, which package does it, and that a stop loses nothing."""
+"""`meshwright radar`: what releases change, which package does it, and runs that continue."""
 
 import dataclasses
 import json

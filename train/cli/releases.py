@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.cli.command import OneLineParser, run_command
+from train.cli.command import add_traceback, run_command
 
 _DESCRIPTION = """\
 Compiles the programs that pyproject.toml declares for `meshwright check` with
@@ -64,7 +64,7 @@ def radar(arguments: Sequence[str], prog: str) -> int:
     )
     parser.add_argument('--page', metavar='FILE', default='', help='write the tables as Markdown')
     parser.add_argument('--json', action='store_true', help='print exact figures as JSON')
-    parser.add_traceback()
+    add_traceback(parser)
     options = parser.parse_args(arguments)
     return run_command(lambda: _radar(options), options)
 
