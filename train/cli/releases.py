@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from partitioning.command_line import OneLineParser
 from train.cli.command import add_traceback, run_command
 
 _DESCRIPTION = """\
