@@ -7,10 +7,9 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
-from meshwright.advice.advised import Advised, Variant
+from meshwright.advice.advised import Advised, Told, Variant
 from meshwright.advice.measuring import Measured
 from meshwright.advice.surroundings import REMOVED, Candidate
-from meshwright.advice.told import Told
 from meshwright.advice.variants import with_change
 from meshwright.causes.cause import ConstraintRemoval, Effect
 from meshwright.causes.explaining import Explanation

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from meshwright.advice.told import Told
+from meshwright.advice.advised import Told
 from meshwright.causes.cause import CodeChange, Effect
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.explaining import Explanation

@@ -15,7 +15,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from meshwright.advice.told import Told
+from meshwright.advice.advised import Told
 from meshwright.causes.cause import CodeChange, Effect, over
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.explaining import Explanation

@@ -19,9 +19,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from meshwright.advice.advised import Told
 from meshwright.advice.estimates import shape_of
 from meshwright.advice.rewriting import Rewriting, rewrite
-from meshwright.advice.told import Told
 from meshwright.causes.cause import CodeChange, over
 from meshwright.causes.evidence import Evidence
 from meshwright.jax_private import TracedCall

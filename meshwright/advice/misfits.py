@@ -16,8 +16,8 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
+from meshwright.advice.advised import Told
 from meshwright.advice.estimates import shape_of
-from meshwright.advice.told import Told
 from meshwright.advice.variants import with_splits
 from meshwright.causes.cause import CodeChange, SplitChange, over
 from meshwright.causes.evidence import Evidence

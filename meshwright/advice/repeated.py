@@ -18,9 +18,9 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 
+from meshwright.advice.advised import Told
 from meshwright.advice.estimates import Estimate, shape_of
 from meshwright.advice.loop_edits import EarlyStep, LaterSum, NeedlessSum, try_edits
-from meshwright.advice.told import Told
 from meshwright.causes.cause import CodeChange, Effect, over
 from meshwright.causes.evidence import Evidence
 from meshwright.jaxpr import TracedProgram

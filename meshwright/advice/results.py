@@ -14,7 +14,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from meshwright.advice.told import Told
+from meshwright.advice.advised import Told
 from meshwright.causes.cause import CodeChange, Effect, over
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.explaining import Explanation

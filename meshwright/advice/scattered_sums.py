@@ -16,10 +16,10 @@ from typing import Any
 
 import jax
 
+from meshwright.advice.advised import Told
 from meshwright.advice.estimates import shape_of
 from meshwright.advice.loop_edits import skip_sums
 from meshwright.advice.rewriting import Edit, Rewriting, rewrite
-from meshwright.advice.told import Told
 from meshwright.causes.cause import CodeChange, over
 from meshwright.causes.evidence import Evidence
 from meshwright.jax_private import TracedCall

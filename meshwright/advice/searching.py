@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jax.sharding import AxisType, Mesh
 
-from meshwright.advice.advised import Advised, Variant, places_of
+from meshwright.advice.advised import Advised, Told, Variant, places_of
 from meshwright.advice.constraint_candidates import (
     add_constraints,
     lay_out_updates,
@@ -24,10 +24,10 @@ from meshwright.advice.estimates import (
     estimate_program,
 )
 from meshwright.advice.flattened import find_flattened
+from meshwright.advice.layout_candidates import lay_out_parameters, lay_out_state
 from meshwright.advice.loop_gathers import find_loop_gathers
 from meshwright.advice.merged_factors import find_merged_factors
 from meshwright.advice.misfits import find_misfits
-from meshwright.advice.parameter_candidates import lay_out_parameters
 from meshwright.advice.pins import find_pins, lay_out_experts
 from meshwright.advice.repeated import FREE, find_repeated
 from meshwright.advice.results import find_gathered_results
@@ -35,9 +35,7 @@ from meshwright.advice.rows import MissingRows, find_missing_rows
 from meshwright.advice.scattered_sums import find_scattered_sums
 from meshwright.advice.shard_maps import find_missing_specs
 from meshwright.advice.splits import order_splits
-from meshwright.advice.state_candidates import lay_out_state
 from meshwright.advice.surroundings import REMOVED, Candidate, Surroundings
-from meshwright.advice.told import Told
 from meshwright.advice.uneven import find_uneven
 from meshwright.advice.variants import Subject, make_subject, with_change
 from meshwright.causes.cause import (

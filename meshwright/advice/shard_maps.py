@@ -18,9 +18,9 @@ from typing import Any
 from jax.lax import with_sharding_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshwright.advice.advised import Told
 from meshwright.advice.estimates import shape_of
 from meshwright.advice.rewriting import make_automatic, rewrite
-from meshwright.advice.told import Told
 from meshwright.causes.cause import CodeChange, over
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.wording import spec_text

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from meshwright.advice.told import Told
+from meshwright.advice.advised import Told
 from meshwright.causes.cause import CodeChange, over
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.layouts import axes_of_row

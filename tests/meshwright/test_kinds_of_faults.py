@@ -165,7 +165,7 @@ def test_lookups_of_embeddings_are_not_picks_of_a_logit():
     table = jax.ShapeDtypeStruct((1024, WIDTH), 'float32', sharding=sharding)
     rows = NamedSharding(mesh, P('data'))
     ids = jax.ShapeDtypeStruct((ROWS, LENGTH), 'int32', sharding=rows)
-    made = forecast(jax.jit(jax.grad(step)), table, ids)
+    made = forecast(jax.jit(jax.grad(step)), table, ids, confirm=False)
     assert made.collectives
     assert not any('one_hot' in cause.change or cause.avoidable for _, cause in made.collectives)
 

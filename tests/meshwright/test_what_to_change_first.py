@@ -115,7 +115,7 @@ def sharded_step(fault):
 
 @pytest.mark.parametrize('kind', [0, 1], ids=['summed twice', 'summed in a loop'])
 def test_sums_that_are_repeated(kind):
-    made = forecast(*_flat(sharded_step(True)[kind]))
+    made = forecast(*_flat(sharded_step(True)[kind]), confirm=False)
     healthy = forecast(*_flat(sharded_step(False)[kind]))
     cause = next(cause for _, cause in made.collectives if cause and cause.change)
     assert cause.avoidable and cause.effect.sent == (sent(made), pytest.approx(sent(healthy)))
