@@ -21,9 +21,10 @@ from meshwright.jax_private import TracedCall, read_trace, trace_again, trace_wh
 from partitioning.rules import LogicalAxisRules, MeshLike, as_tuple, spec_str
 from partitioning.state import key_names
 
-_PART_OF_NAME = re.compile(r'[A-Za-z_]\w*|\d+')
-# Names between an array and its owner that say nothing.
-_WRAPPERS = {'value', 'raw_value', 'states', 'flat_states'}
+_PART_OF_NAME = re.compile(r'(?P<dot>\.?)(?P<name>[A-Za-z_]\w*|\d+)')
+# Attributes between an array and its owner that say nothing: of variables, and of states.
+_VALUES = {'value', 'raw_value'}
+_STATES = {'states', 'flat_states'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +202,8 @@ def user_paths(fn: Any, args: Sequence[Any], traced: TracedCall) -> list[tuple[s
     for name, arg in zip(names, args, strict=True):
         for path, x in jax.tree_util.tree_flatten_with_path(arg)[0]:
             if isinstance(getattr(x, 'shape', None), tuple) and hasattr(x, 'dtype'):
-                parts = [part for part in key_names(path) if part not in _WRAPPERS]
+                attributes = [isinstance(key, jax.tree_util.GetAttrKey) for key in path]
+                parts = _own_parts([*zip(key_names(path), attributes, strict=True)])
                 found.append(((name, *parts), tuple(x.shape), x.dtype))
     types = [(aval.shape, aval.dtype) for aval in traced.jaxpr.in_avals]
     same = [(shape, dtype) for _, shape, dtype in found] == types
@@ -215,7 +217,21 @@ def jax_paths(traced: TracedCall) -> list[tuple[str, ...]]:
 
 def parts_of_name(name: str) -> tuple[str, ...]:
     """The path in a name of jax: ('state', 'params', 'w') in "state.params['w']"."""
-    return tuple(part for part in _PART_OF_NAME.findall(name) if part not in _WRAPPERS)
+    return _own_parts([(part['name'], bool(part['dot'])) for part in _PART_OF_NAME.finditer(name)])
+
+
+def _own_parts(parts: Sequence[tuple[str, bool]]) -> tuple[str, ...]:
+    """The names of a path that the user chose: a key ['value'] stays, an attribute .value goes.
+
+    Args:
+      parts: each name, and whether it is the name of an attribute.
+    """
+    last = len(parts) - 1
+    return tuple(
+        name
+        for i, (name, is_attribute) in enumerate(parts)
+        if not is_attribute or (name not in _STATES and (name not in _VALUES or i < last))
+    )
 
 
 def _parameter_names(fn: Any, count: int) -> list[str]:

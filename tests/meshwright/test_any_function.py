@@ -83,6 +83,26 @@ def test_an_audit_has_what_jax_places():
     assert 'params/up' in str(audit) and 'params/up' in audit._repr_html_()
 
 
+def test_a_parameter_named_value_keeps_its_name():
+    """Attributes `.value` of variables are left out; keys and modules of that name are not."""
+    nnx = pytest.importorskip('flax.nnx')
+
+    class Attention(nnx.Module):
+        def __init__(self):
+            self.value = nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.value(x)
+
+    x = jax.ShapeDtypeStruct((8, 16), 'float32')
+    with jax.set_mesh(jax.make_mesh((8,), ('data',), axis_types=(AxisType.Auto,))):
+        module = mw.audit(nnx.jit(lambda model, x: model(x)), Attention(), x)
+        tree = {'value': x}
+        mapped = mw.audit(jax.jit(lambda params, x: params['value'] + x), tree, x)
+    assert module.arguments[0].path == 'model/value/kernel'
+    assert mapped.arguments[0].path == 'params/value'
+
+
 def test_what_is_lowered_or_compiled_already():
     lowered = STEP.lower(*ARGS)
     compiled = lowered.compile()
