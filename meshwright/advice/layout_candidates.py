@@ -112,24 +112,36 @@ def lay_out_state(around: Surroundings) -> Iterator[Candidate]:
 
 
 def _moments(around: Surroundings) -> StateChange | None:
-    pairs = [
-        (around.rows[moment], around.rows[owner])
-        for moment, owner in around.subject.parameter_of.items()
-        if axes_of_row(around.rows[moment]) != axes_of_row(around.rows[owner])
-    ]
+    """Moments like their parameter, or like another moment of it that is divided further.
+
+    A step may keep parameters whole and divide their moments (ZeRO-1).
+    """
+    owners: dict[str, list[PlanRow]] = {}
+    for moment, owner in around.subject.parameter_of.items():
+        owners.setdefault(owner, [around.rows[owner]]).append(around.rows[moment])
+    pairs = list[tuple[PlanRow, PlanRow]]()
+    for alike in owners.values():
+        wanted = max(alike, key=lambda row: _shards(around, row))  # the parameter, if several are
+        pairs += [(r, wanted) for r in alike[1:] if axes_of_row(r) != axes_of_row(wanted)]
     if not pairs:
         return None
     pairs.sort(key=lambda pair: -pair[0].bytes_per_device)
-    (moment, owner), rest = pairs[0], len(pairs) - 1
-    more = f', and {rest} more like their parameters' if rest else ''
+    (coarse, like), rest = pairs[0], len(pairs) - 1
+    is_parameter = like.path in owners
+    more = f', and {rest} more like their {"parameters" if is_parameter else "twins"}'
     return StateChange(
         layouts=tuple((m.path, axes_of_row(o)) for m, o in pairs),
         results=(),
         text=(
-            f'lay out {moment.path} as {spec_text(axes_of_row(owner))}, like its parameter '
-            f'{owner.path}{more}'
+            f'lay out {coarse.path} as {spec_text(axes_of_row(like))}, like its '
+            f'{"parameter" if is_parameter else "twin"} {like.path}{more if rest else ""}'
         ),
     )
+
+
+def _shards(around: Surroundings, row: PlanRow) -> int:
+    sizes = around.possible.layouts.sizes
+    return math.prod(sizes[axis] for axes in axes_of_row(row) for axis in axes)
 
 
 def _results(around: Surroundings) -> StateChange | None:

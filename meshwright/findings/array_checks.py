@@ -179,30 +179,42 @@ def _is_costly(facts: ProgramFacts, i: int) -> bool:
 
 
 def find_unlike_optimizer_states(facts: ProgramFacts) -> Iterator[Finding]:
-    """Arrays of the optimizer that are not laid out as their parameters are, or finer."""
-    found: dict[tuple[str, str], list[tuple[int, int]]] = collections.defaultdict(list)
+    """Arrays of the optimizer that are laid out coarser than their parameter or its other arrays.
+
+    A step may keep its parameters whole and divide what the optimizer keeps of them (ZeRO-1), but
+    then it divides all of that.
+    """
+    of_owner: dict[int, list[int]] = collections.defaultdict(list)
     for i, array in enumerate(facts.held):
-        if array.role != 'optimizer' or facts.nbytes(i) < _LEAST:
-            continue
         j = facts.owners.get(i)
-        if j is None or facts.traced.arguments[i] is None or facts.traced.arguments[j] is None:
+        if array.role != 'optimizer' or facts.nbytes(i) < _LEAST or j is None:
             continue
-        pairs = zip(facts.axes[i], facts.axes[j], strict=True)
-        if not all(mine[: len(theirs)] == theirs for mine, theirs in pairs):
-            key = axes_str(facts.axes[i]), axes_str(facts.axes[j])
-            found[key].append((i, j))
+        if facts.traced.arguments[i] is not None and facts.traced.arguments[j] is not None:
+            of_owner[j].append(i)
+    found: dict[tuple[str, str], list[tuple[int, int]]] = collections.defaultdict(list)
+    for j, states in of_owner.items():
+        shape = facts.block.inputs[j].shape
+        twins = [i for i in states if facts.block.inputs[i].shape == shape]
+        # The parameter comes first, so that it wins if nothing is divided further.
+        like = max([j, *twins], key=lambda one: facts.shards(facts.axes[one]))
+        for i in states:
+            pairs = zip(facts.axes[i], facts.axes[like], strict=True)
+            if not all(mine[: len(theirs)] == theirs for mine, theirs in pairs):
+                key = axes_str(facts.axes[i]), axes_str(facts.axes[like])
+                found[key].append((i, like))
     for (mine, theirs), group in found.items():
-        (i, j), nbytes = group[0], sum(facts.shard_bytes(i) for i, _ in group)
-        wanted = sum(facts.shard_bytes(j) for _, j in group)
+        (i, like), nbytes = group[0], sum(facts.shard_bytes(i) for i, _ in group)
+        wanted = sum(facts.shard_bytes(one) for _, one in group)
         held, needed = bytes_strs(nbytes, wanted)
         size = f'{held} on each device in place of {needed}'
         why = size if nbytes > wanted else f'{bytes_str(nbytes)} are exchanged in each step'
+        other = 'its parameter' if like in of_owner else 'another state of its parameter'
         yield Finding(
             'warning',
             'optimizer layout',
             facts.path(i),
-            f'{and_more(group)}this state is laid out by {mine}, and its parameter '
-            f'{facts.path(j)} by {theirs} ({why}): write {theirs} for it, too',
+            f'{and_more(group)}this state is laid out by {mine}, and {other} '
+            f'{facts.path(like)} by {theirs} ({why}): write {theirs} for it, too',
         )
 
 

@@ -385,6 +385,21 @@ def test_modules_of_nnx():
     assert [(f.kind, f.where) for f in found] == [
         ('optimizer layout', 'optimizer/opt_state/0/mu/down/kernel')
     ]
+    # With whole parameters and divided moments (ZeRO-1), all moments are divided.
+    place(model, P())
+    place(optimizer, P('fsdp'))
+    assert not mw.lint(train_step, model, optimizer, x, compile=False)
+    nu = optimizer.opt_state[0].nu
+    nu['down']['kernel'] = nu['down']['kernel'].copy(
+        jax.device_put(nu['down']['kernel'][...], NamedSharding(mesh, P()))
+    )
+    [found] = mw.lint(train_step, model, optimizer, x, compile=False)
+    assert (found.kind, found.where) == (
+        'optimizer layout',
+        'optimizer/opt_state/0/nu/down/kernel',
+    )
+    assert 'another state of its parameter optimizer/opt_state/0/mu/down/kernel' in found.message
+    assert "write P('fsdp', None) for it, too" in found.message
 
 
 def test_modules_of_equinox():
