@@ -223,7 +223,17 @@ def _environment(
     given |= {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': os.pathsep.join(path)}
     given.setdefault('JAX_NUM_CPU_DEVICES', str(program.num_devices))
     given.pop('JAX_COMPILATION_CACHE_DIR', None)
+    if 'TPU_LIBRARY_PATH' not in (variables or {}) and _is_ours(given.get('TPU_LIBRARY_PATH', '')):
+        del given['TPU_LIBRARY_PATH']
     return given
+
+
+def _is_ours(library: str) -> bool:
+    """Whether a compiler is the one of this environment, which jax names when it is imported.
+
+    A process with the Python of another environment would compile with it, too.
+    """
+    return library.startswith(os.path.join(sys.prefix, ''))
 
 
 def read_answer(answer: dict[str, Any]) -> Recorded:

@@ -105,7 +105,7 @@ def record_function(task: Mapping[str, Any]) -> tuple[Record, Forecast]:
 
     module, _, name = task['function'].partition(':')
     try:
-        make = getattr(importlib.import_module(module), name)
+        loaded = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module.partition('.')[0] and error.name != module:
             raise
@@ -113,8 +113,9 @@ def record_function(task: Mapping[str, Any]) -> tuple[Record, Forecast]:
             f'there is no module {module}: function = "{task["function"]}" is imported from the '
             'folder of pyproject.toml'
         ) from error
-    except AttributeError as error:
-        raise ValueError(f'module {module} has no function {name}') from error
+    make = getattr(loaded, name, None)
+    if make is None:
+        raise ValueError(f'module {module} has no function {name}')
     made = make() if callable(make) else make
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[1], tuple | list):
         raise ValueError(

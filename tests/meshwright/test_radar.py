@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_records import recorded
 
-from meshwright.checking.processes import record_in_turn
+from meshwright.checking.processes import _environment, record_in_turn
 from meshwright.checking.radar import command, environments
 from meshwright.checking.radar.document import radar_document
 from meshwright.checking.radar.drawing import radar_text
@@ -183,6 +183,20 @@ def test_a_run_continues_and_one_broken_program_is_one_line(tmp_path, monkeypatc
     assert 'forward with' not in said
     [change] = json.loads(out)['steps'][0]['programs'][0]['changes']
     assert (change['kind'], change['now'] - change['was']) == ('memory', 1_000_000)
+
+
+def test_other_environments_compile_with_their_own_compiler(tmp_path, monkeypatch):
+    """jax names the compiler of this environment in a variable, which processes would inherit."""
+    told = CheckedProgram(name='told', function='layouts:told')
+    ours, theirs = f'{sys.prefix}/lib/libtpu.so', '/theirs/libtpu.so'
+    for inherited, given, expected in (
+        (ours, {}, sys.prefix),
+        (theirs, {}, theirs),
+        (ours, {'TPU_LIBRARY_PATH': theirs}, theirs),
+    ):
+        monkeypatch.setenv('TPU_LIBRARY_PATH', inherited)
+        found = _environment(told, tmp_path, given).get('TPU_LIBRARY_PATH', sys.prefix)
+        assert found == expected
 
 
 def test_a_program_that_never_ends_is_stopped(tmp_path):
