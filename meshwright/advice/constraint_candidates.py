@@ -11,7 +11,7 @@ the batch are sharded over 'data' and the columns of the parameter that makes it
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from meshwright.advice.surroundings import Candidate, Surroundings, make_constraint, rearranged
 from meshwright.advice.variants import Layout
@@ -28,16 +28,28 @@ _MADE = PRODUCTS | {'gather', 'add', 'custom_vjp_call', 'reduce_sum'}
 def replace_constraints(around: Surroundings) -> Iterator[tuple[float, Candidate]]:
     """For each line with constraints, the layout that its array has elsewhere, or none."""
     sites = [(n, value) for n, value in around.constraints() if not _fits_dims(around, value)]
+    alike: dict[tuple[Layout | None, Layout], dict[str, tuple[float, Value]]]
+    alike = collections.defaultdict(dict)
     for weight, value in sites:
         if around.row_of_state(value) is not None or around.gathers_parameter(value):
             continue
         implied = around.implied(value)
         if implied != value.layout:
+            alike[value.layout, implied].setdefault(value.line, (weight, value))
             others = (v for _, v in sites if v.line == value.line and v.shape != value.shape)
-            alike = tuple(v.shape for v in others if _is_alike(around, v, value, implied))
-            change = make_constraint(value, implied, replaces=True, shapes=alike)
+            shapes = tuple(v.shape for v in others if _is_alike(around, v, value, implied))
+            change = make_constraint(value, implied, replaces=True, shapes=shapes)
             yield weight, Candidate(change)
         yield 0.9 * weight, Candidate(ConstraintRemoval(source=value.line))
+    for (_, implied), places in alike.items():
+        if len(places) > 1:  # one wrong spec in several places
+            parts = (make_constraint(v, implied, replaces=True) for _, v in places.values())
+            both = JoinedChange(parts=tuple(parts), text=_at_all(implied, list(places)))
+            yield sum(weight for weight, _ in places.values()), Candidate(both)
+
+
+def _at_all(layout: Layout, lines: Sequence[str]) -> str:
+    return f'write with_sharding_constraint(x, {spec_text(layout)}) at {" and ".join(lines)}'
 
 
 def lay_out_updates(around: Surroundings) -> Iterator[Candidate]:

@@ -8,6 +8,7 @@ of it. The layout that it has before the gather can be written in out_shardings.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,17 +26,19 @@ from meshwright.jaxpr.values import Axes
 from meshwright.program.collectives import Collective
 from partitioning.rules import as_tuple
 
+Key = tuple[int | None, Axes, tuple[object, ...]]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatheredResult(Told):
     """Results of one layout that out_shardings gather.
 
     Attributes:
-      keys: the number of each result, and the mesh axes of its gather.
+      keys: the number of each result, and the mesh axes and the array of its gather.
       effect: what the function sends with their layout before the gather.
     """
 
-    keys: frozenset[tuple[int | None, Axes]]
+    keys: frozenset[Key]
     effect: Effect
 
     @property
@@ -63,13 +66,12 @@ def find_gathered_results(
     sends = sum(c.total_bytes for c, _ in explanation.collectives)
     given = {path: axes_of_row(row) for path, row in explanation.possible.layouts.rows.items()}
     groups: dict[tuple[str, str, Axes], list[tuple[int, float]]] = {}
-    pairs = zip(explanation.collectives, explanation.evidence, strict=True)
-    for (collective, _), evidence in pairs:
-        if evidence is None or evidence.result is None or not _is_gathered(evidence, call):
-            continue
-        stated = spec_text(_axes(call.results[evidence.result].spec))
+    keys: dict[tuple[str, str, Axes], set[Key]] = collections.defaultdict(set)
+    for nbytes, number, evidence in _gathers(call, explanation):
+        stated = spec_text(_axes(call.results[number].spec))
         key = stated, spec_text(evidence.layout), evidence.axes
-        groups.setdefault(key, []).append((evidence.result, collective.total_bytes))
+        groups.setdefault(key, []).append((number, nbytes))
+        keys[key].add(_key(evidence))
     for (stated, wanted, axes), found in groups.items():
         named = call.result_names[found[0][0]] or f'result {found[0][0]}'
         others = len({number for number, _ in found}) - 1
@@ -82,7 +84,7 @@ def find_gathered_results(
         if path:
             text = f'lay out {path}{more} as {wanted}, as an argument and in out_shardings'
         yield GatheredResult(
-            keys=frozenset((number, axes) for number, _ in found),
+            keys=frozenset(keys[stated, wanted, axes]),
             array=path or named,
             why=(
                 f'out_shardings lay out {named}{more} as {stated}, and it is computed as {wanted}, '
@@ -91,6 +93,34 @@ def find_gathered_results(
             change=CodeChange(source='', text=text),
             effect=Effect(sent=(sends, sends - saved), peak=(peak, peak)),
         )
+
+
+def _gathers(call: TracedCall, explanation: Explanation) -> Iterator[tuple[float, int, Evidence]]:
+    """The gathers of results: their bytes, the number of the result, and what they move.
+
+    A gather of an array like another one, such as of a loop that returns keys and values, may have
+    lost its result on the way: it is then of a result of the same type and layout.
+    """
+    pairs = [
+        (c, e) for (c, _), e in zip(explanation.collectives, explanation.evidence, strict=True)
+    ]
+    known: dict[tuple[object, ...], int] = {}
+    taken = set[int]()
+    for collective, evidence in pairs:
+        number = None if evidence is None else evidence.result
+        if evidence is not None and number is not None and _is_gathered(evidence, call):
+            known.setdefault(_key(evidence)[1:], number)
+            taken.add(number)
+            yield collective.total_bytes, number, evidence
+    types = [(a.shape, a.dtype, s) for a, s in zip(call.jaxpr.out_avals, call.results, strict=True)]
+    for collective, evidence in pairs:
+        if evidence is None or evidence.result is not None or evidence.kind != 'all-gather':
+            continue
+        like = known.get(_key(evidence)[1:])
+        others = [n for n, one in enumerate(types) if like is not None and one == types[like]]
+        if left := [n for n in others if n not in taken]:
+            taken.add(left[0])
+            yield collective.total_bytes, left[0], evidence
 
 
 def _is_gathered(evidence: Evidence, call: TracedCall) -> bool:
@@ -111,5 +141,7 @@ def _axes(spec: Any) -> list[Axes]:
     return [as_tuple(own) for own in spec]
 
 
-def _key(evidence: Evidence) -> tuple[int | None, Axes]:
-    return evidence.result, evidence.axes
+def _key(evidence: Evidence) -> Key:
+    value = evidence.value
+    array = None if value is None else value.shape, evidence.layout, evidence.made_at
+    return evidence.result, evidence.axes, array

@@ -182,13 +182,39 @@ def sum_of_which_a_part_is_kept(mended):
     return step, args, at, 'scatter_dimension=1'
 
 
+def one_spec_in_two_places(mended):
+    """Constraints that divide the sequence in place of the rows."""
+    mesh = make_mesh(2, 4)
+    spec = ('data', None, None) if mended else (None, 'data', None)
+
+    def step(p, ids):
+        def loss(p):
+            y = lay(mesh, p['table'][ids], *spec)
+            y = lay(mesh, y + jax.nn.relu(y @ p['up']) @ p['down'], *spec)
+            return jnp.mean(jax.nn.logsumexp(lay(mesh, y @ p['head'], 'data', None, 'model'), -1))
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(loss)(p))
+
+    p = {
+        'table': struct(mesh, (WORDS, WIDTH)),
+        'up': struct(mesh, (WIDTH, HIDDEN), None, 'model'),
+        'down': struct(mesh, (HIDDEN, WIDTH), 'model'),
+        'head': struct(mesh, (WIDTH, WORDS), None, 'model'),
+    }
+    out = {name: one.sharding for name, one in p.items()}
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=out)
+    rows = NamedSharding(mesh, P('data'))
+    ids = jax.ShapeDtypeStruct((ROWS, LENGTH), 'int32', sharding=rows)
+    return jitted, (p, ids), 'test_promises.py', "PartitionSpec('data', None, None)) at"
+
+
 def sent(made):
     return sum(collective.total_bytes for collective, _ in made.collectives)
 
 
 FAULTS = [
     *(in_chunks, on_a_wrong_axis, flat_gradients, averages),
-    *(in_microbatches, merged_adapters, sum_of_which_a_part_is_kept),
+    *(in_microbatches, merged_adapters, sum_of_which_a_part_is_kept, one_spec_in_two_places),
 ]
 
 
