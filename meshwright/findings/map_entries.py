@@ -65,12 +65,13 @@ def with_map_entries(findings: Iterable[Finding]) -> Iterator[Finding]:
 def _with_entry(finding: Finding, entries: LayoutEntries) -> str:
     """The message of a finding and the entry of the first array that it is about."""
     words = re.findall(r'[\w./-]*/[\w./-]*\w', f'{finding.where} {finding.message}')
-    for word in words:
+    arrays = [word for word in words if not word.endswith('.py')]
+    for word in arrays[:1]:
         path = word.partition('/')[2]  # without the argument of the step
         for i in entries.matches(path)[:1]:
             return f'{finding.message}; its layout is {entries.where(i)} of the layout map'
-    if finding.kind == 'whole array' and words and words[0] == finding.where:
-        return f'{finding.message}; no entry of the layout map matches it'
+        if finding.kind == 'whole array' and word == finding.where:
+            return f'{finding.message}; no entry of the layout map matches it'
     return finding.message
 
 

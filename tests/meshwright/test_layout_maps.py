@@ -228,5 +228,13 @@ def test_findings_of_a_keras_step_name_the_variable_and_the_entry(monkeypatch):
     (cut,) = [one for one in found if one.kind == 'cut product']
     assert 'state/up/query/kernel' in cut.message
     assert "entry '.*query.kernel': ('model', 'batch')" in cut.message
+    assert not [one for one in found if one.kind == 'whole array']
+    del used._layout_map.entries['.*query.kernel']
+    whole = Trainer(mesh, {**layouts, 'up/query/kernel': ()})
+    step = jax.jit(whole.train_step, donate_argnums=0)
+    found = mw.lint(step, whole.state, data, compile=False)
+    messages = [one.message for one in found if one.where == 'state/up/query/kernel']
+    assert messages and messages[0].endswith('no entry of the layout map matches it')
+    step = jax.jit(trainer.train_step, donate_argnums=0)
     held = mw.audit(step, trainer.state, data, compile=False).bytes_per_device
     assert held['optimizer'] == held['parameters'] == 2 * 256 * 256 * 4 // 8
