@@ -88,7 +88,7 @@ def find_misfits(
     row_axes = frozenset(axis for row in given for axes in axes_of_row(row) for axis in axes)
     found: dict[tuple[str, Axes], Misfit] = {}
     for value in values:
-        if value.backward or value.manual or not value.operands:
+        if value.backward or value.manual or not value.operands or value.is_rolled:
             continue
         search = _Search(value, rows, sizes, row_axes)
         for one in search.reshaped() if value.primitive == 'reshape' else search.cut():

@@ -123,7 +123,7 @@ def _merges(copy: Value, dim: int | None) -> bool:
 
 def _resized(value: Value) -> list[int]:
     """The dimensions that an operation cuts, joins or pads."""
-    if not value.operands or len(value.operands[0].shape) != len(value.shape):
+    if value.is_rolled or not value.operands or len(value.operands[0].shape) != len(value.shape):
         return []
     pairs = zip(value.operands[0].shape, value.shape, strict=True)
     return [number for number, (before, after) in enumerate(pairs) if before != after]

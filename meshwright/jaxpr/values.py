@@ -29,6 +29,7 @@ Axes = tuple[str, ...]
 
 # Steps at the border of a shard_map: the array as a whole <-> the part of it in one shard.
 TO_LOCAL, TO_GLOBAL = 'to_local', 'to_global'
+_ROLLS = frozenset(('_roll_static', '_roll_dynamic'))  # the names of jnp.roll in programs
 
 
 class Dim(NamedTuple):
@@ -197,6 +198,11 @@ class Value:
     def line(self) -> str:
         """The user's 'file:line' that makes this value."""
         return user_line(self.stack, self.helpers)
+
+    @property
+    def is_rolled(self) -> bool:
+        """Whether jnp.roll makes it, with which pipelines pass their state to the next stage."""
+        return self.maker is not None and bool(_ROLLS & self.maker.place.functions)
 
     @property
     def loop(self) -> tuple[str, ...]:

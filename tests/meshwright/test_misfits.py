@@ -220,3 +220,22 @@ def test_a_constraint_that_gathers_and_one_whose_axis_does_not_divide(classes, s
     else:
         assert "asks for PartitionSpec('data', None)" in cause.why and cause.rule == ''
         assert "PartitionSpec('data', 'model')" in cause.change
+
+
+def test_a_pipeline_that_passes_its_state_on_by_a_roll_needs_its_permutations():
+    mesh = make_mesh('data', 'stage')
+    lay = NamedSharding(mesh, P('stage'))
+
+    def loss(p, batch):
+        def tick(state, new):
+            state = jax.lax.with_sharding_constraint(jnp.roll(state, 1, axis=0).at[0].set(new), lay)
+            state = jnp.tanh(jnp.einsum('srd,sde->sre', state, p['w']))
+            return jax.lax.with_sharding_constraint(state, lay), jnp.mean(state**2, (1, 2))
+
+        errors = jax.lax.scan(tick, jnp.zeros((4, ROWS, WIDTH)), batch['x'])[1]
+        return jnp.sum(jnp.where(jnp.arange(4) == 3, errors, 0))
+
+    parameters = arrays(mesh, w=((4, WIDTH, WIDTH), ('stage',)))
+    made = ask(loss, parameters, **arrays(mesh, x=((8, ROWS, WIDTH), (None, 'data'))))
+    moved = [(c, cause) for c, cause in made.collectives if c.kind == 'collective-permute']
+    assert moved and not any(cause and (cause.change or cause.avoidable) for _, cause in moved)
