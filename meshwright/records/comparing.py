@@ -17,8 +17,8 @@ from meshwright.records.difference import (
     join_alike,
     of_numbers,
 )
+from meshwright.records.effective_layouts import in_effect
 from meshwright.records.exchanged import compare_exchanges
-from meshwright.records.in_effect import in_effect
 from meshwright.records.record import (
     NOWHERE,
     At,
