@@ -1,1 +1,1 @@
-"""Ten small programs, changes of their layouts, and refactorings that change nothing."""
+"""Fifteen small programs, changes of their layouts, and refactorings that change nothing."""
