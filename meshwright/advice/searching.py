@@ -28,10 +28,12 @@ from meshwright.advice.layout_candidates import lay_out_parameters, lay_out_stat
 from meshwright.advice.loop_gathers import find_loop_gathers
 from meshwright.advice.merged_factors import find_merged_factors
 from meshwright.advice.misfits import find_misfits
+from meshwright.advice.permuted_rows import find_permuted_rows
 from meshwright.advice.pins import find_pins, lay_out_experts
 from meshwright.advice.repeated import FREE, find_repeated
 from meshwright.advice.results import find_gathered_results
 from meshwright.advice.rows import MissingRows, find_missing_rows
+from meshwright.advice.scanned_stacks import find_scanned_stacks
 from meshwright.advice.scattered_sums import find_scattered_sums
 from meshwright.advice.shard_maps import find_missing_specs
 from meshwright.advice.splits import order_splits
@@ -151,6 +153,8 @@ def find_variants(
         subject=subject,
         rows_axes=around.rows_axes,
         told=(
+            *find_permuted_rows(laid_out, rows, explanation, base.peak),
+            *(find_scanned_stacks(laid_out, subject, sends, base.peak) if is_editable else ()),
             *find_gathered_results(call, explanation, base.peak, subject.returned),
             *_with_effects(
                 [
