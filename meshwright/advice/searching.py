@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from jax.sharding import AxisType, Mesh
 
 from meshwright.advice.advised import Advised, Told, Variant, places_of
+from meshwright.advice.batched_sums import shard_batches
 from meshwright.advice.constraint_candidates import (
     add_constraints,
     lay_out_updates,
@@ -108,7 +109,8 @@ def find_variants(
     is_editable = AxisType.Explicit not in mesh.axis_types
     experts = [*lay_out_experts(around)] if is_editable else []
     if base.sent and is_editable:
-        for candidate in (*lay_out_state(around), *lay_out_updates(around), *experts):
+        of_state = (*lay_out_state(around), *shard_batches(around, laid_out))
+        for candidate in (*of_state, *lay_out_updates(around), *experts):
             attempt(candidate)
         ranked = [
             *replace_constraints(around),
