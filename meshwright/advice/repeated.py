@@ -25,7 +25,7 @@ from meshwright.causes.cause import CodeChange, Effect, over
 from meshwright.causes.evidence import Evidence
 from meshwright.jaxpr import TracedProgram
 from meshwright.jaxpr.implied_exchanges import KINDS, exchange_axes
-from meshwright.jaxpr.primitives import ELEMENTWISE, MOVES, PSUMS, names_in
+from meshwright.jaxpr.primitives import ELEMENTWISE, GATHERS, MOVES, PSUMS, names_in
 from meshwright.jaxpr.values import Axes, Block, Step, Value, carries, is_backward, ties
 from meshwright.jaxpr.varying import Varying
 from meshwright.program.collectives import RING_SHARES, Collective
@@ -33,7 +33,6 @@ from meshwright.user_lines import user_line
 from partitioning.amounts import bytes_str
 from partitioning.hardware import Chip
 
-_GATHERS = names_in('all_gather all_gather_invariant')
 _SCATTERS = names_in('reduce_scatter psum_scatter')
 _SUMS_AS = frozenset(['all-reduce', 'reduce-scatter'])
 _LEAST = 4096  # bytes of an array on a device
@@ -148,7 +147,7 @@ class _Search:
                 continue
             for one in _of_constants(step):
                 nbytes = one.inputs[0].shard_bytes(self.laid_out.axis_sizes)
-                if one.name in _GATHERS and nbytes >= _LEAST:
+                if one.name in GATHERS and nbytes >= _LEAST:
                     yield self._gather(one, step, inner)
             for number, (given, returned) in enumerate(carries(step)):
                 alone = _count_uses(given, step.bodies) == 1  # what is summed does not depend on it

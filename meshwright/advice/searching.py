@@ -25,6 +25,7 @@ from meshwright.advice.estimates import (
     estimate_program,
 )
 from meshwright.advice.flattened import find_flattened
+from meshwright.advice.kept_parts import find_kept_parts
 from meshwright.advice.layout_candidates import lay_out_parameters, lay_out_state
 from meshwright.advice.loop_gathers import find_loop_gathers
 from meshwright.advice.merged_factors import find_merged_factors
@@ -35,7 +36,6 @@ from meshwright.advice.repeated import FREE, find_repeated
 from meshwright.advice.results import find_gathered_results
 from meshwright.advice.rows import MissingRows, find_missing_rows
 from meshwright.advice.scanned_stacks import find_scanned_stacks
-from meshwright.advice.scattered_sums import find_scattered_sums
 from meshwright.advice.shard_maps import find_missing_specs
 from meshwright.advice.splits import order_splits
 from meshwright.advice.surroundings import REMOVED, Candidate, Surroundings
@@ -162,7 +162,7 @@ def find_variants(
                 [
                     *specs,
                     *find_merged_factors(laid_out, traced.values),
-                    *find_scattered_sums(laid_out),
+                    *find_kept_parts(laid_out),
                 ],
                 subject,
                 base,

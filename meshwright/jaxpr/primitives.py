@@ -39,4 +39,5 @@ ARITHMETIC = names_in(
 CONSTRAINTS = names_in('sharding_constraint reshard')
 # The names of these have changed between versions of jax.
 PSUMS = names_in('psum psum2 psum_invariant')
+GATHERS = names_in('all_gather all_gather_invariant')
 CHECKPOINTS = names_in('checkpoint remat remat2')

@@ -182,6 +182,24 @@ def sum_of_which_a_part_is_kept(mended):
     return step, args, at, 'scatter_dimension=1'
 
 
+def gather_of_which_a_part_is_kept(mended):
+    """Tokens are exchanged for heads."""
+    mesh = make_mesh(2, 4)
+
+    def body(x):
+        if mended:
+            return jax.lax.all_to_all(x, 'model', split_axis=2, concat_axis=1, tiled=True)
+        whole = jax.lax.all_gather(x, 'model', axis=1, tiled=True)
+        n = x.shape[2] // jax.lax.axis_size('model')
+        return jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index('model') * n, n, 2)
+
+    specs = {'in_specs': P('data', 'model'), 'out_specs': P('data', None, 'model')}
+    step = jax.jit(jax.shard_map(lambda x: jnp.tanh(body(jnp.tanh(x))), mesh=mesh, **specs))
+    x = struct(mesh, (ROWS, LENGTH, WIDTH), 'data', 'model')
+    at = line_of(gather_of_which_a_part_is_kept, 'jax.lax.all_gather(' + 'x')
+    return step, (x,), at, 'split_axis=2, concat_axis=1'
+
+
 def one_spec_in_two_places(mended):
     """Constraints that divide the sequence in place of the rows."""
     mesh = make_mesh(2, 4)
@@ -215,6 +233,7 @@ def sent(made):
 FAULTS = [
     *(in_chunks, on_a_wrong_axis, flat_gradients, averages),
     *(in_microbatches, merged_adapters, sum_of_which_a_part_is_kept, one_spec_in_two_places),
+    gather_of_which_a_part_is_kept,
 ]
 
 
