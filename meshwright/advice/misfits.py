@@ -88,7 +88,7 @@ def find_misfits(
     row_axes = frozenset(axis for row in given for axes in axes_of_row(row) for axis in axes)
     found: dict[tuple[str, Axes], Misfit] = {}
     for value in values:
-        if value.backward or value.manual or not value.operands or value.is_rolled:
+        if value.backward or value.manual or not value.operands:
             continue
         search = _Search(value, rows, sizes, row_axes)
         for one in search.reshaped() if value.primitive == 'reshape' else search.cut():
@@ -181,7 +181,7 @@ class _Search:
             largest = value if after > before else given
             axes = self._layout(largest)[d]
             axes = axes or (self._layout(given)[d] if largest is value else ())
-            if before == after or not axes:
+            if before == after or not axes or value.rolls_stages(d, self.sizes):
                 continue
             why = (
                 f'{value.primitive} at {self.line} {does} dimension {d} of {largest.shape[d]:,} '

@@ -289,7 +289,8 @@ def _used_whole(move: Move) -> Cause | None:
     """The cause for an operation that needs all of a dimension and can be written otherwise."""
     evidence, possible = move.evidence, move.possible
     for user in evidence.taken_by:
-        if otherwise := list(written_for(user, move.value, evidence.dim)):
+        sizes = possible.layouts.sizes
+        if otherwise := list(written_for(user, move.value, evidence.dim, sizes)):
             line = otherwise[0].source
             changes: list[Change] = [*otherwise, *possible.relax(evidence)]
             why = f'{move.split}, but the operation at {line} needs all of it'

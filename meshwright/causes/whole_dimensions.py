@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from meshwright.causes.cause import Change, CodeChange
 from meshwright.causes.layouts import KnownLayouts
@@ -39,7 +39,8 @@ def written_otherwise(value: Value, line: str, layouts: KnownLayouts) -> Iterato
         return
     if needed == _WHOLE['gather'] and not _picks_one_of_each_row(value):
         return  # A lookup in a table, for example: its result keeps the other dimensions.
-    if needed != _RESIZED or any(_is_sharded(value, dim, layouts) for dim in _resized(value)):
+    resized = _resized(value, layouts.sizes)
+    if needed != _RESIZED or any(_is_sharded(value, dim, layouts) for dim in resized):
         yield CodeChange(source=line, text=f'write {needed} at {line}')
 
 
@@ -72,13 +73,16 @@ def cast_late(value: Value, graph: ValueGraph, dtype: str) -> Iterator[CodeChang
             yield CodeChange(source=user.line, text=what)
 
 
-def written_for(user: Value, value: Value, dim: int | None) -> Iterator[CodeChange]:
+def written_for(
+    user: Value, value: Value, dim: int | None, sizes: Mapping[str, int]
+) -> Iterator[CodeChange]:
     """What to write in place of an operation that needs the sharded dimension of its operand.
 
     Args:
       user: the result of the operation.
       value: the operand, or what the operand is a reshaped copy of.
       dim: the number of the sharded dimension, or None if it is not known.
+      sizes: the size of each mesh axis.
     """
     merged = next((one for one in _copies(value, user) if _merges(one, dim)), None)
     line = (merged or user).line
@@ -89,7 +93,7 @@ def written_for(user: Value, value: Value, dim: int | None) -> Iterator[CodeChan
     if needed is None:
         return
     if needed == _RESIZED:
-        wanted = dim is not None and dim in _resized(user) and not user.update_of
+        wanted = dim is not None and dim in _resized(user, sizes) and not user.update_of
     elif user.primitive != 'gather':
         wanted = True
     elif dim is None or not user.operands:
@@ -121,12 +125,13 @@ def _merges(copy: Value, dim: int | None) -> bool:
     return dim < len(before) and math.prod(before[:dim]) not in {*starts}
 
 
-def _resized(value: Value) -> list[int]:
-    """The dimensions that an operation cuts, joins or pads."""
-    if value.is_rolled or not value.operands or len(value.operands[0].shape) != len(value.shape):
+def _resized(value: Value, sizes: Mapping[str, int]) -> list[int]:
+    """The dimensions that an operation cuts, joins or pads, other than the stages of pipelines."""
+    if not value.operands or len(value.operands[0].shape) != len(value.shape):
         return []
     pairs = zip(value.operands[0].shape, value.shape, strict=True)
-    return [number for number, (before, after) in enumerate(pairs) if before != after]
+    cut = [number for number, (before, after) in enumerate(pairs) if before != after]
+    return [number for number in cut if not value.rolls_stages(number, sizes)]
 
 
 def _is_sharded(value: Value, dim: int, layouts: KnownLayouts) -> bool:

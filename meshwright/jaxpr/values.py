@@ -199,10 +199,14 @@ class Value:
         """The user's 'file:line' that makes this value."""
         return user_line(self.stack, self.helpers)
 
-    @property
-    def is_rolled(self) -> bool:
-        """Whether jnp.roll makes it, with which pipelines pass their state to the next stage."""
-        return self.maker is not None and bool(_ROLLS & self.maker.place.functions)
+    def rolls_stages(self, d: int, sizes: Mapping[str, int]) -> bool:
+        """Whether jnp.roll moves a dimension that has one element for each device of an axis.
+
+        Pipelines pass the state of a stage on to the next one so.
+        """
+        rolled = self.maker is not None and bool(_ROLLS & self.maker.place.functions)
+        alike = [one for one in (self, *self.operands) if len(one.shape) == len(self.shape)]
+        return rolled and max(one.shape[d] for one in alike) in sizes.values()
 
     @property
     def loop(self) -> tuple[str, ...]:

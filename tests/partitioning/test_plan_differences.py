@@ -148,4 +148,4 @@ def test_the_module_is_the_command(files):
 def test_the_command_needs_a_file(capsys):
     with pytest.raises(SystemExit, match='2'):
         main([])
-    assert 'usage: python -m partitioning.plan' in capsys.readouterr().err
+    assert 'required: plan; see python -m partitioning.plan --help' in capsys.readouterr().err

@@ -121,10 +121,14 @@ def test_a_local_path_is_completed_and_a_remote_one_stays(tmp_path, monkeypatch)
 
 @needs_s3
 def test_the_gin_file_of_a_run_in_a_store(bucket):
-    bucket.write({'run/config.gin': b"include '%s/own.gin'" % bucket.url.encode()})
-    bucket.write({'own.gin': b'TRAIN_STEPS = 7\nTrainConfig.total_steps = %TRAIN_STEPS'})
+    bucket.write({'run/config.gin': b"include '%s/run/own.gin'" % bucket.url.encode()})
+    bucket.write({'run/own.gin': b'TRAIN_STEPS = 7\nTrainConfig.total_steps = %TRAIN_STEPS'})
     load_config([find_gin_file(f'{bucket.url}/run')])
     assert gin.query_parameter('TrainConfig.total_steps').scoped_selector == 'TRAIN_STEPS/gin.macro'
+    include = f"include '{bucket.url}/run2/own.gin'".encode()
+    bucket.write({'run/config.gin': include, 'run2/own.gin': b'TRAIN_STEPS = 7'})
+    with pytest.raises(ConfigError, match='is not below the folder of a file of the command'):
+        load_config([find_gin_file(f'{bucket.url}/run')])
 
 
 def test_the_cache_of_token_indices_must_be_local():

@@ -19,7 +19,7 @@ from gin import config_parser
 from partitioning.untrusted_text import printable
 from train.errors import ConfigError, first_line
 from train.gin import limits
-from train.paths import as_path
+from train.paths import as_path, is_remote
 
 
 def find_config_root() -> Path:
@@ -142,11 +142,15 @@ def read_statements(
       ConfigError: if a file is not found, cannot be parsed, or is beyond the limits of `limits.py`.
     """
     folders = [*search_paths, str(find_config_root())]
-    reader = _Reader(folders, [*map(os.path.dirname, map(os.path.abspath, files)), *folders, '.'])
+    reader = _Reader(folders, [*map(_folder_of, files), *folders, '.'])
     statements = [statement for file in files for statement in reader.read(file)]
     statements += read_bindings(bindings)
     _check_macros(statements)
     return statements
+
+
+def _folder_of(file: str) -> str:
+    return file.rpartition('/')[0] if is_remote(file) else os.path.dirname(os.path.abspath(file))
 
 
 def _check_macros(statements: Sequence[Statement]) -> None:
