@@ -167,6 +167,16 @@ def test_an_axis_of_one_device_in_a_layout_is_no_change():
     assert kinds(on(alone, weights, batch), on(alone, weights, open_)) == {'argument'}
 
 
+def test_another_order_of_mesh_axes_is_a_change():
+    two = dataclasses.replace(recorded(), mesh={'data': 4, 'model': 2})
+    [change] = compare_records(two, dataclasses.replace(two, mesh={'model': 2, 'data': 4}))
+    assert (change.subject, change.before, change.after) == (
+        'mesh',
+        'data 4 x model 2',
+        'model 2 x data 4',
+    )
+
+
 def test_figures_may_differ_more_if_the_code_says_the_same():
     made = recorded()
     for share, expected in ((1.05, set()), (1.08, {'memory'})):

@@ -34,6 +34,7 @@ def parameters(net, seed=0):
     'changes, message',
     [
         ({'num_kv_heads': 3}, r'num_heads \(8\) .* multiple of num_kv_heads \(3\)'),
+        ({'vocab_size': 2**31}, r'vocab_size is 2,147,483,648: .* below 2\*\*31'),
         ({'head_dim': 7}, r'head_dim \(7\) must be even'),
         ({'remat': 'some'}, "remat is 'some'.*'dots'"),
         ({'num_layers': '4'}, "num_layers is '4'.*integer"),

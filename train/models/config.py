@@ -158,6 +158,8 @@ class TransformerConfig:
         """Yields what is wrong with settings that exclude each other."""
         heads, kv_heads, rotary = self.num_heads, self.num_kv_heads, self.positions == 'rotary'
         local_rope = self.local_rope_max_wavelength
+        if self.vocab_size >= 2**31:
+            yield f'vocab_size is {self.vocab_size:,}: tokens are int32, so it must be below 2**31'
         if heads % kv_heads:
             yield f'num_heads ({heads}) must be a multiple of num_kv_heads ({kv_heads})'
         kept, unrolled, layers = len(self.remats), self.layers_per_iteration, self.num_layers
