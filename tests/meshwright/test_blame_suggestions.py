@@ -176,7 +176,7 @@ def test_a_reshape_that_merges_a_sharded_dimension_is_found(shape, sharded, merg
 
     jaxpr = jax.make_jaxpr(f)(jax.ShapeDtypeStruct((8, 16, 16), jnp.float32))
     values = {v.primitive: v for v in trace_values(jaxpr, (), {}).values}
-    found = list(written_for(values['exp'], values['sin'], sharded))
+    found = list(written_for(values['exp'], values['sin'], sharded, {}))
     assert [change.source.rpartition('/')[2].partition(':')[0] for change in found] == [
         'test_blame_suggestions.py'
     ] * merges
