@@ -165,7 +165,7 @@ def _better(first: Value, readers: Mapping[int, Sequence[Value]]) -> list[_Chain
                 if one is other:
                     return []
                 found.append(_Chain(first, reader, int(other is value), order))
-            elif reader.primitive in _SAME and reader.size == value.size and reader.maker:
+            elif _keeps(reader, value) and reader.maker:
                 permutation = reader.maker.params.get('permutation', range(len(order)))
                 pending.append((reader, tuple(order[d] for d in permutation)))
             else:
@@ -179,6 +179,18 @@ def _better(first: Value, readers: Mapping[int, Sequence[Value]]) -> list[_Chain
     before = count * first.size + sum(chain.flops[0] for chain in found)
     after = sum(chain.flops[1] for chain in found)
     return found if after <= _MORE_FLOPS * before else []
+
+
+def _keeps(reader: Value, value: Value) -> bool:
+    """Whether a value is another one moved, cast, or times a scalar."""
+    if reader.primitive not in _SAME or reader.size != value.size:
+        return False
+    others = [one for one in reader.operands if one is not value]
+    return all(
+        one.size == 1
+        or (one.primitive == 'broadcast_in_dim' and all(o.size == 1 for o in one.operands))
+        for one in others
+    )
 
 
 def _numbers(product: Value) -> Any:
