@@ -1,8 +1,10 @@
-"""Text that others wrote: JSON of a limited depth, and text without control characters."""
+"""Text that others wrote: files, JSON of a limited depth, and text without control characters."""
 
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +35,30 @@ def parse_json(
                 return value
             level = [y for x in level for y in (x.values() if isinstance(x, dict) else x)]
     raise ValueError(f'its lists and objects are nested more than {_MAX_DEPTH} deep')
+
+
+def read_regular_file(path: str | os.PathLike[str], most: int) -> tuple[bytes, int] | None:
+    """Reads a file that may be something else, such as a pipe that nobody writes to, or a device.
+
+    Args:
+      path: the file.
+      most: the most bytes to read.
+
+    Returns:
+      The first bytes and the mode of a regular file; None if it is not one.
+
+    Raises:
+      OSError: if it cannot be opened.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        mode = os.fstat(file).st_mode
+        if not stat.S_ISREG(mode):
+            return None
+        with open(file, 'rb', closefd=False) as opened:
+            return opened.read(most), mode
+    finally:
+        os.close(file)
 
 
 def printable(text: str) -> str:

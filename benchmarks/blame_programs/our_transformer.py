@@ -9,7 +9,6 @@ from partitioning import TrainState
 from train.models.config import TransformerConfig
 from train.models.transformer import Transformer
 from train.objectives.sequences import NextToken
-from train.running.steps import make_train_step
 
 MESH = {'data': 4, 'model': 2}
 RULES = [
@@ -36,8 +35,11 @@ CONFIG = TransformerConfig(
 BATCH, LENGTH = 32, 256
 
 
-def build(rules, config=CONFIG, shape=(BATCH, LENGTH)):
-    """The partitioner, the partitioned step, and its arguments."""
+def build(rules, config=CONFIG, shape=(BATCH, LENGTH), make_step=None):
+    """The partitioner, the partitioned step, and its arguments.
+
+    `make_step` makes a step of an objective and an optimizer, by default the trainer's own.
+    """
     objective, tx = NextToken(model=Transformer(config)), optax.adamw(1e-3)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
     weights = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -48,6 +50,12 @@ def build(rules, config=CONFIG, shape=(BATCH, LENGTH)):
         zeros = {name: jnp.zeros(array.shape, array.dtype) for name, array in batch.items()}
         return TrainState.create(objective.init(key, zeros)['params'], tx)
 
-    spec = jax.sharding.PartitionSpec('data')
-    step = make_train_step(objective, tx, key=jax.random.key(0), num_microbatches=1, data_spec=spec)
+    step = (make_step or _own_step)(objective, tx)
     return build_step(MESH, rules, init, step, batch)
+
+
+def _own_step(objective, tx):
+    from train.running.steps import make_train_step  # needs all packages of the trainer
+
+    spec = jax.sharding.PartitionSpec('data')
+    return make_train_step(objective, tx, key=jax.random.key(0), num_microbatches=1, data_spec=spec)

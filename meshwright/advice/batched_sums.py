@@ -11,40 +11,41 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from meshwright.advice.permuted_rows import Origins
+from meshwright.advice.origins import Origins
 from meshwright.advice.surroundings import Candidate, Surroundings
 from meshwright.advice.variants import Layout
 from meshwright.causes.cause import StateChange
 from meshwright.causes.layouts import axes_of_row
 from meshwright.causes.wording import spec_text
-from meshwright.jaxpr import TracedProgram
 from meshwright.jaxpr.implied_exchanges import KINDS
 from meshwright.jaxpr.primitives import ELEMENTWISE, SCATTERS
-from meshwright.jaxpr.values import Value
+from meshwright.jaxpr.values import Step, Value
 from partitioning.plan.rows import PlanRow
 
 _SAME = ELEMENTWISE | SCATTERS | KINDS.keys() | {'dynamic_update_slice'}
 
 
-def shard_batches(around: Surroundings, laid_out: TracedProgram) -> Iterator[Candidate]:
+def shard_batches(around: Surroundings, origins: Origins) -> Iterator[Candidate]:
     """Arguments like caches, with the axes of a summed dimension at a batch dimension of a product.
 
     Args:
       around: the arrays of the function.
-      laid_out: the function, with the layout of its arrays.
+      origins: the steps of the function, and its arguments.
     """
-    origins, seen = Origins(laid_out, around.subject.rows), set[tuple[str, Layout]]()
+    seen = set[tuple[str, Layout]]()
     for step in origins.steps:
         if step.name != 'dot_general' or step.place.is_backward:
             continue
         summed, batch = step.params['dimension_numbers']
         for value, sums, stacked in zip(step.inputs[:2], summed, batch, strict=True):
-            row, ahead = _argument(value, origins)
+            row, ahead = origins.argument_of(value, _alike)
             if row is None or row.role != 'other' or value.manual:
+                continue
+            if len(row.shape) != len(value.shape) + ahead:
                 continue
             now = axes_of_row(row)
             for c in (d + ahead for d in sums):
-                n = math.prod(laid_out.axis_sizes.get(a, 1) for a in now[c])
+                n = math.prod(origins.sizes.get(a, 1) for a in now[c])
                 dims = [d + ahead for d in stacked if d + ahead > 0]
                 fits = [d for d in dims if not now[d] and row.shape[d] % n == 0]
                 if n == 1 or not fits:
@@ -57,23 +58,11 @@ def shard_batches(around: Surroundings, laid_out: TracedProgram) -> Iterator[Can
                     yield Candidate(_change(around, row, tuple(new)), of_state=True)
 
 
-def _argument(value: Value, origins: Origins) -> tuple[PlanRow | None, int]:
-    """The argument that an operand is, updated or cast, and how many dimensions it has ahead."""
-    ahead, rank = 0, len(value.shape)
-    while id(value) not in origins.rows:
-        step = origins.makers.get(id(value))
-        if id(value) in origins.outer:
-            value, stacked, _ = origins.outer[id(value)]
-            ahead += stacked
-        elif step is not None and step.name in _SAME and step.inputs:
-            alike = [one for one in step.inputs if one.shape == value.shape]
-            if not alike:
-                return None, 0
-            value = alike[0]
-        else:
-            return None, 0
-    row = origins.rows[id(value)]
-    return (row, ahead) if row is not None and len(row.shape) == rank + ahead else (None, 0)
+def _alike(step: Step, value: Value) -> Value | None:
+    """The operand that a value is an updated, cast or scaled copy of."""
+    if step.name not in _SAME:
+        return None
+    return next((one for one in step.inputs if one.shape == value.shape), None)
 
 
 def _change(around: Surroundings, row: PlanRow, layout: Layout) -> StateChange:

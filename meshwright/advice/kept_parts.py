@@ -1,10 +1,11 @@
-"""Sums and gathers in shard_maps of which each device keeps its own part.
+"""Sums and gathers in shard_maps whose result each device slices to its own part.
 
     total = jax.lax.psum(partial, 'model')                        # all devices get all of it
     mine = jax.lax.dynamic_slice_in_dim(total, jax.lax.axis_index('model') * n, n, 1)
 
-`jax.lax.psum_scatter(partial, 'model', scatter_dimension=1, tiled=True)` sends half of it. If the
-parts are those of another dimension of a gather, `jax.lax.all_to_all` sends one of n parts of it.
+`jax.lax.psum_scatter(partial, 'model', scatter_dimension=1, tiled=True)` sends half of it. If a
+device gathers one dimension and keeps its part of another one, `jax.lax.all_to_all` exchanges these
+parts only, and sends 1/n as much.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -38,7 +39,7 @@ _NEAR = 12  # steps in which the place of a slice is computed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeptPart(Told):
-    """A sum or a gather over devices of which each device keeps a part.
+    """A sum or a gather over devices whose result each device slices to its own part.
 
     Attributes:
       shape: the sizes of the result above 1, sorted.
@@ -84,85 +85,49 @@ def find_kept_parts(laid_out: TracedProgram) -> Iterator[KeptPart]:
                 continue
             (d,) = parts
             assert d is not None
+            line, where = map(_line_of, (step, slices[0]))
+            dimension = step.params['all_gather_dimension'] if gathers else None
             if not gathers:
-                yield _scattered(step, number, slices, axes, n, d)
-            elif d != step.params['all_gather_dimension'] and all(
-                one.inputs[0] is made for one in slices
-            ):
-                yield _turned(step, slices, axes, n, d)
+                text = (
+                    f'write jax.lax.psum_scatter(x, {_written(axes)}, scatter_dimension={d}, '
+                    f'tiled=True) in place of the psum at {line} and the slice at {where}'
+                )
+                edit = skip_sums({step.params.get('number', number)})
+            elif d != dimension and all(one.inputs[0] is made for one in slices):
+                text = (
+                    f'write jax.lax.all_to_all(x, {_written(axes)}, split_axis={d}, '
+                    f'concat_axis={dimension}, tiled=True) in place of the all_gather at {line} '
+                    f'and the slice at {where}'
+                )
+                edit = _leave_out
+            else:
+                continue
+            yield KeptPart(
+                line=line,
+                axes=axes,
+                shape=shape_of(made),
+                kinds=_GATHERS if gathers else _SUMS,
+                why=(
+                    f'the {"gather" if gathers else "sum"} at {line} gives all {n} devices along '
+                    f'{over(axes)} all of {made.shape}, of which each keeps its own part at {where}'
+                ),
+                change=CodeChange(source=line, text=text),
+                trial=functools.partial(
+                    _try,
+                    exchange=step.place.equation,
+                    edit=edit,
+                    slices=tuple(one.place.equation for one in slices),
+                    keep=functools.partial(_keep_part, axes=axes, d=d, gathered=dimension),
+                ),
+            )
 
 
-def _scattered(
-    step: Step, number: int, slices: Sequence[Step], axes: Axes, n: int, d: int
-) -> KeptPart:
-    """A sum, which can be scattered."""
-    line, where = _lines_of(step, slices)
-    text = (
-        f'write jax.lax.psum_scatter(x, {_written(axes)}, scatter_dimension={d}, tiled=True) in '
-        f'place of the psum at {line} and the slice at {where}'
-    )
-    trial = functools.partial(
-        _try_scatter,
-        total=step.place.equation,
-        number=step.params.get('number', number),
-        slices=tuple(one.place.equation for one in slices),
-        axes=axes,
-        d=d,
-    )
-    made = step.outputs[number]
-    return KeptPart(
-        line=line,
-        axes=axes,
-        shape=shape_of(made),
-        kinds=_SUMS,
-        why=_why('sum', line, where, made, axes, n),
-        change=CodeChange(source=line, text=text),
-        trial=trial,
-    )
-
-
-def _turned(step: Step, slices: Sequence[Step], axes: Axes, n: int, d: int) -> KeptPart:
-    """A gather of one dimension, of which each device keeps its part of another."""
-    line, where = _lines_of(step, slices)
-    gathered = int(step.params['all_gather_dimension'])
-    text = (
-        f'write jax.lax.all_to_all(x, {_written(axes)}, split_axis={d}, concat_axis={gathered}, '
-        f'tiled=True) in place of the all_gather at {line} and the slice at {where}'
-    )
-    trial = functools.partial(
-        _try_turn,
-        gather=step.place.equation,
-        slices=tuple(one.place.equation for one in slices),
-        axes=axes,
-        d=d,
-    )
-    made = step.outputs[0]
-    return KeptPart(
-        line=line,
-        axes=axes,
-        shape=shape_of(made),
-        kinds=_GATHERS,
-        why=_why('gather', line, where, made, axes, n),
-        change=CodeChange(source=line, text=text),
-        trial=trial,
-    )
-
-
-def _lines_of(step: Step, slices: Sequence[Step]) -> tuple[str, str]:
-    """The lines of an exchange and of the first slice of its result."""
-    line, where = (user_line(one.place.lines) or one.place.source for one in (step, slices[0]))
-    return line, where
+def _line_of(step: Step) -> str:
+    return user_line(step.place.lines) or step.place.source
 
 
 def _written(axes: Axes) -> str:
     return repr(axes[0]) if len(axes) == 1 else repr(axes)
-
-
-def _why(what: str, line: str, where: str, made: Value, axes: Axes, n: int) -> str:
-    return (
-        f'the {what} at {line} gives all {n} devices along {over(axes)} all of {made.shape}, of '
-        f'which each keeps its own part at {where}'
-    )
 
 
 def _slices_of(made: Value, readers: Mapping[int, list[Step]]) -> list[Step]:
@@ -197,27 +162,28 @@ def _part(one: Step, n: int, axes: Axes, makers: Mapping[int, Step]) -> int | No
     return None
 
 
-def _try_scatter(
-    call: TracedCall, *, total: Any, number: int, slices: tuple[Any, ...], axes: Axes, d: int
+def _try(
+    call: TracedCall, *, exchange: Any, edit: Edit, slices: tuple[Any, ...], keep: Edit
 ) -> TracedCall:
-    """The function that scatters a sum in place of slicing it."""
-
-    def scatter(rewriting: Rewriting, equation: Any, args: list[Any]) -> list[Any]:
-        return [jax.lax.psum_scatter(args[0], axes, scatter_dimension=d, tiled=True)]
-
-    edits: dict[int, Edit] = {id(one): scatter for one in slices}
-    return rewrite(call, {id(total): skip_sums({number}), **edits})
+    """The function that exchanges only what devices keep, where it slices now."""
+    return rewrite(call, {id(exchange): edit, **{id(one): keep for one in slices}})
 
 
-def _try_turn(
-    call: TracedCall, *, gather: Any, slices: tuple[Any, ...], axes: Axes, d: int
-) -> TracedCall:
-    """The function that exchanges parts for parts in place of gathering and slicing."""
-    dimension = gather.params['all_gather_dimension']
+def _leave_out(rewriting: Rewriting, equation: Any, args: list[Any]) -> list[Any]:
+    return list(args)
 
-    def turn(rewriting: Rewriting, equation: Any, args: list[Any]) -> list[Any]:
-        part = jax.lax.all_to_all(args[0], axes, split_axis=d, concat_axis=dimension, tiled=True)
-        return [part]
 
-    edits: dict[int, Edit] = {id(one): turn for one in slices}
-    return rewrite(call, {id(gather): lambda rewriting, equation, args: [args[0]], **edits})
+def _keep_part(
+    rewriting: Rewriting,
+    equation: Any,
+    args: list[Any],
+    *,
+    axes: Axes,
+    d: int,
+    gathered: int | None,
+) -> list[Any]:
+    """The part of dimension d: of a sum, or of what would be gathered along another dimension."""
+    x = args[0]
+    if gathered is None:
+        return [jax.lax.psum_scatter(x, axes, scatter_dimension=d, tiled=True)]
+    return [jax.lax.all_to_all(x, axes, split_axis=d, concat_axis=gathered, tiled=True)]

@@ -2,7 +2,7 @@
 
     def adapted(x, w, a, b):          # w (512, 2048), a (512, 8), b (8, 2048)
         return x @ (w + a @ b)        # the gradient of a @ b, (512, 2048), is summed over the rows
-        return x @ w + (x @ a) @ b    # only those of a and b are
+        return x @ w + (x @ a) @ b    # only the gradients of a and b are
 
 The backward pass has g = x' dy, which is summed over devices, and then g b' and a' g. Computed as
 x' (dy b') and (a' x') dy, only the small results are summed. So is the trace, to try it.
@@ -99,7 +99,7 @@ class _Chain:
 
     @property
     def flops(self) -> tuple[int, int]:
-        """The multiplications of the second product, and those of both in the other order."""
+        """The multiplications of the second product, and of both products in the other order."""
         other = self.second.operands[1 - self.number]
         (mine, theirs), _ = _numbers(self.second)
         shape = [n for d, n in enumerate(other.shape) if d not in (mine, theirs)[1 - self.number]]

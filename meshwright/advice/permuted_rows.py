@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 from meshwright.advice.advised import Told
 from meshwright.advice.estimates import shape_of
+from meshwright.advice.origins import Origins
 from meshwright.causes.cause import CodeChange, Effect, over
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.explaining import Explanation
-from meshwright.jaxpr import TracedProgram
 from meshwright.jaxpr.implied_exchanges import KINDS
 from meshwright.jaxpr.primitives import MOVES
-from meshwright.jaxpr.values import Axes, Step, Value, steps_in, ties
+from meshwright.jaxpr.values import Step, Value
 from meshwright.program.collectives import Collective
 from meshwright.user_lines import user_line
-from partitioning.plan.rows import PlanRow
 
 _SUMS = ('all-reduce', 'reduce-scatter')
 _LEAST = 4096  # bytes of the rows
@@ -52,84 +51,23 @@ class PermutedRows(Told):
         return here and not (collective.kind in _SUMS and value.contracted)
 
 
-class Origins:
-    """Where the values of a program come from.
-
-    Args:
-      laid_out: the program, with the layout of its arrays.
-      rows: the layout of each array of the arguments.
-    """
-
-    def __init__(self, laid_out: TracedProgram, rows: Sequence[PlanRow | None]):
-        self.steps = list(steps_in(laid_out.block))
-        self.makers = {id(value): step for step in self.steps for value in step.outputs}
-        self.outer = {
-            id(tie.inner): (tie.outer, tie.stacked, step)
-            for step in self.steps
-            for tie in ties(step)
-            if not tie.output
-        }
-        self.rows: Mapping[int, PlanRow | None] = {
-            id(value): row for value, row in zip(laid_out.block.inputs, rows, strict=False)
-        }
-
-    def before_exchange(self, value: Value) -> Value:
-        """The array before the exchanges that its layout implies."""
-        while (step := self.makers.get(id(value))) is not None and step.name in KINDS:
-            value = step.inputs[0]
-        return value
-
-    def argument_of(self, value: Value) -> PlanRow | None:
-        """The argument that an array is, cast or moved, or None."""
-        while id(value) not in self.rows:
-            step = self.makers.get(id(value))
-            if id(value) in self.outer:
-                value = self.outer[id(value)][0]
-            elif step is not None and step.inputs and step.name in MOVES | KINDS.keys():
-                value = step.inputs[0]
-            else:
-                return None
-        return self.rows[id(value)]
-
-    def depends_on(self, value: Value, axes: Axes) -> bool:
-        """Whether an array is computed from arguments that are sharded over mesh axes."""
-        pending, seen = [value], set[int]()
-        while pending:
-            one = pending.pop()
-            if id(one) in seen:
-                continue
-            seen.add(id(one))
-            if id(one) in self.rows:
-                if {*axes} & {axis for own in one.axes for axis in own or ()}:
-                    return True
-            elif id(one) in self.outer:
-                pending.append(self.outer[id(one)][0])
-            elif (step := self.makers.get(id(one))) is not None:
-                pending += step.inputs
-        return False
-
-
 def find_permuted_rows(
-    laid_out: TracedProgram,
-    rows: Sequence[PlanRow | None],
-    explanation: Explanation,
-    peak: int,
+    origins: Origins, explanation: Explanation, peak: int
 ) -> Iterator[PermutedRows]:
     """Finds the rows of a sharded batch that are taken in an order which the rows do not decide.
 
-    An order that follows from the rows, such as that of the experts of tokens, is needed.
+    An order that follows from the rows, such as tokens ordered by their experts, is needed.
 
     Args:
-      laid_out: the function, with the layout of its arrays.
-      rows: the layout of each array of the arguments.
+      origins: the steps of the function, and its arguments.
       explanation: the causes of the exchanges of the function.
       peak: the peak of its memory, in bytes.
     """
-    origins, pairs = Origins(laid_out, rows), explanation.collectives
+    pairs = explanation.collectives
     sends = sum(c.total_bytes for c, _ in pairs)
     seen = set[tuple[str, tuple[int, ...]]]()
     for step in origins.steps:
-        made = _describe(step, origins, laid_out.axis_sizes)
+        made = _describe(step, origins)
         if made is None or (made.line, made.shape) in seen:
             continue
         seen.add((made.line, made.shape))
@@ -140,7 +78,12 @@ def find_permuted_rows(
             yield dataclasses.replace(made, effect=effect)
 
 
-def _describe(step: Step, origins: Origins, sizes: Mapping[str, int]) -> PermutedRows | None:
+def _moved(step: Step, value: Value) -> Value | None:
+    """What a value is cast or moved from."""
+    return step.inputs[0] if step.inputs and step.name in MOVES | KINDS.keys() else None
+
+
+def _describe(step: Step, origins: Origins) -> PermutedRows | None:
     if step.name != 'gather' or step.place.is_backward or len(step.inputs) != 2:
         return None
     given, made = origins.before_exchange(step.inputs[0]), step.outputs[0]
@@ -152,15 +95,15 @@ def _describe(step: Step, origins: Origins, sizes: Mapping[str, int]) -> Permute
     (d,) = numbers.start_index_map
     kept = [n for n in range(len(made.shape)) if n != d]
     whole = all(step.params['slice_sizes'][n] == given.shape[n] for n in kept)
-    axes = tuple(a for a in given.axes[d] or () if sizes.get(a, 1) > 1)
+    axes = tuple(a for a in given.axes[d] or () if origins.sizes.get(a, 1) > 1)
     if [*numbers.offset_dims] != kept or not whole or not axes:
         return None
     if not {*axes} <= {*(made.axes[d] or ())} or origins.depends_on(step.inputs[1], axes):
         return None
-    row = origins.argument_of(given)
+    row, _ = origins.argument_of(given, _moved)
     if row is not None and row.role != 'other':  # a lookup in a table
         return None
-    n, line = math.prod(sizes[a] for a in axes), user_line(step.place.lines)
+    n, line = math.prod(origins.sizes[a] for a in axes), user_line(step.place.lines)
     each, rest = given.shape[d] // n, ', '.join(str(given.shape[k]) for k in kept)
     return PermutedRows(
         line=line,

@@ -19,7 +19,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.advice.advised import Told
-from meshwright.advice.permuted_rows import Origins
+from meshwright.advice.origins import Origins
 from meshwright.advice.rewriting import Edit, Rewriting, rewrite
 from meshwright.advice.variants import Layout, Subject, with_change
 from meshwright.causes.cause import CodeChange, Effect, StateChange, over
@@ -27,7 +27,6 @@ from meshwright.causes.evidence import Evidence
 from meshwright.causes.layouts import axes_of_row
 from meshwright.causes.wording import spec_text
 from meshwright.jax_private import TracedCall
-from meshwright.jaxpr import TracedProgram
 from meshwright.jaxpr.primitives import CONSTRAINTS, ELEMENTWISE
 from meshwright.jaxpr.values import Axes, Step, Value, ties
 from meshwright.program.collectives import Collective
@@ -62,17 +61,16 @@ class ScannedStack(Told):
 
 
 def find_scanned_stacks(
-    laid_out: TracedProgram, subject: Subject, sends: float, peak: int
+    origins: Origins, subject: Subject, sends: float, peak: int
 ) -> Iterator[ScannedStack]:
     """Finds the arguments that scans go over and that are sharded along the scanned dimension.
 
     Args:
-      laid_out: the function, with the layout of its arrays.
+      origins: the steps of the function, and its arguments.
       subject: the function, and what is known of its arguments.
       sends: the bytes that a device sends in the compiled program.
       peak: the peak of its memory by formula, in bytes.
     """
-    origins, sizes = Origins(laid_out, subject.rows), laid_out.axis_sizes
     for step in origins.steps:
         if step.name != 'scan' or step.times < 2 or step.place.is_backward:
             continue
@@ -80,22 +78,17 @@ def find_scanned_stacks(
         for tie in ties(step):
             if not tie.stacked or tie.output or tie.outer.manual:
                 continue
-            row = _argument(tie.outer, origins)
-            layout = None if row is None else _moved(row, sizes)
+            row, _ = origins.argument_of(tie.outer, _cast, into_loops=False)
+            layout = None if row is None else _moved(row, origins.sizes)
             if row is not None and layout is not None and row.bytes_per_device >= _LEAST:
                 found[row.path] = row, layout
         if found:
-            yield _describe(step, found, subject, sizes, sends, peak)
+            yield _describe(step, found, subject, origins.sizes, sends, peak)
 
 
-def _argument(value: Value, origins: Origins) -> PlanRow | None:
-    """The argument that a stack is, possibly cast."""
-    while id(value) not in origins.rows:
-        step = origins.makers.get(id(value))
-        if step is None or step.name not in ELEMENTWISE or len(step.inputs) != 1:
-            return None
-        (value,) = step.inputs
-    return origins.rows[id(value)]
+def _cast(step: Step, value: Value) -> Value | None:
+    """What a value is cast from."""
+    return step.inputs[0] if step.name in ELEMENTWISE and len(step.inputs) == 1 else None
 
 
 def _moved(row: PlanRow, sizes: Mapping[str, int]) -> Layout | None:

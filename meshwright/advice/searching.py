@@ -30,6 +30,7 @@ from meshwright.advice.layout_candidates import lay_out_parameters, lay_out_stat
 from meshwright.advice.loop_gathers import find_loop_gathers
 from meshwright.advice.merged_factors import find_merged_factors
 from meshwright.advice.misfits import find_misfits
+from meshwright.advice.origins import Origins
 from meshwright.advice.permuted_rows import find_permuted_rows
 from meshwright.advice.pins import find_pins, lay_out_experts
 from meshwright.advice.repeated import FREE, find_repeated
@@ -108,8 +109,9 @@ def find_variants(
     # Layouts over explicit axes are part of the types: a trace cannot be edited there.
     is_editable = AxisType.Explicit not in mesh.axis_types
     experts = [*lay_out_experts(around)] if is_editable else []
+    origins = Origins(laid_out, rows)
     if base.sent and is_editable:
-        of_state = (*lay_out_state(around), *shard_batches(around, laid_out))
+        of_state = (*lay_out_state(around), *shard_batches(around, origins))
         for candidate in (*of_state, *lay_out_updates(around), *experts):
             attempt(candidate)
         ranked = [
@@ -155,8 +157,8 @@ def find_variants(
         subject=subject,
         rows_axes=around.rows_axes,
         told=(
-            *find_permuted_rows(laid_out, rows, explanation, base.peak),
-            *(find_scanned_stacks(laid_out, subject, sends, base.peak) if is_editable else ()),
+            *find_permuted_rows(origins, explanation, base.peak),
+            *(find_scanned_stacks(origins, subject, sends, base.peak) if is_editable else ()),
             *find_gathered_results(call, explanation, base.peak, subject.returned),
             *_with_effects(
                 [

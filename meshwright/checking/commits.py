@@ -18,14 +18,10 @@ _PIN = re.compile(
     rf'^(?P<sign>[-+])\s*[\'"]?(?P<package>{"|".join(_PACKAGES)})(?:\[[\w,-]*\])?[\'"]?'
     r'\s*(?:[=<>~!]=?|:)=?\s*[\'"]?(?P<version>\d[\w.+]*)'
 )
+# The files that say so.
 _REQUIRING = (
-    '*require*',
-    '*constraint*',
-    '*override*',
-    '*environment*',
-    '*.toml',
-    '*.lock',
-    '*.cfg',
+    *('*require*', '*constraint*', '*override*', '*environment*'),
+    *('*.toml', '*.lock', '*.cfg'),
 )
 _FIELDS = '%H%x00%P%x00%cs%x00%s'
 
@@ -90,16 +86,7 @@ def pinned_versions(root: Path, before: str, after: str) -> dict[str, tuple[str,
     requirements, pyproject.toml and lock files have them.
     """
     pattern = rf'^\s*[\'"]?({"|".join(_PACKAGES)})\b'
-    names = [
-        '*require*',
-        '*constraint*',
-        '*override*',
-        '*.toml',
-        '*.lock',
-        '*.cfg',
-        '*environment*',
-    ]
-    files = [f':(glob,icase)**/{name}' for name in names]
+    files = [f':(glob,icase)**/{name}' for name in _REQUIRING]
     held = run_git(root, 'diff', '-U0', '--no-color', '-G', pattern, before, after, '--', *files)
     versions: Mapping[str, dict[str, str]] = {'-': {}, '+': {}}
     for line in held.splitlines():
@@ -130,7 +117,7 @@ def work_tree(root: Path, commit: str) -> Iterator[Path]:
 
 
 def check_out(folder: Path, commit: str) -> None:
-    """Replaces the files in the folder of `work_tree` by those of another commit."""
+    """Replaces the files in the folder of `work_tree` by the files of another commit."""
     run_git(folder, 'checkout', '--quiet', '--force', '--detach', commit)
 
 

@@ -163,10 +163,7 @@ def history_document(history: Sequence[CommitVerdicts]) -> dict[str, Any]:
                 'date': made.commit.date,
                 'subject': made.commit.subject,
                 'recorded': list(made.recorded),
-                'required': [
-                    to_plain(AnswerVersion(package=name, before=old, after=new))
-                    for name, (old, new) in made.pinned.items()
-                ],
+                'required': list(map(to_plain, _versions(made.pinned))),
                 'programs': [to_plain(_answer(verdict)) for verdict in made.verdicts],
             }
             for made in history
@@ -189,13 +186,16 @@ def _answer(verdict: Verdict) -> AnswerProgram:
         status=verdict.status,
         differences=tuple(map(plain_difference, verdict.differences)),
         by_versions=tuple(map(plain_difference, verdict.by_versions)),
-        versions=tuple(
-            AnswerVersion(package=name, before=old, after=new)
-            for name, (old, new) in verdict.versions.items()
-        ),
+        versions=_versions(verdict.versions),
         message=verdict.message,
         before=figures_of(verdict.before),
         after=figures_of(verdict.after),
+    )
+
+
+def _versions(held: Mapping[str, tuple[str, str]]) -> tuple[AnswerVersion, ...]:
+    return tuple(
+        AnswerVersion(package=name, before=old, after=new) for name, (old, new) in held.items()
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.checking.history import CommitVerdicts
 from meshwright.checking.verdicts import HOW_TO_UPDATE, Verdict
@@ -43,9 +43,9 @@ def title_of(verdict: Verdict) -> str:
     return WORDS[verdict.status]
 
 
-def versions_text(verdict: Verdict) -> str:
+def versions_text(versions: Mapping[str, tuple[str, str]]) -> str:
     """The versions that changed: 'libtpu 0.0.51 -> 0.0.52'; '' if none did."""
-    return ', '.join(f'{name} {a} -> {b}' for name, (a, b) in verdict.versions.items())
+    return ', '.join(f'{name} {a} -> {b}' for name, (a, b) in versions.items())
 
 
 def commit_text(made: CommitVerdicts, width: int = 100) -> str:
@@ -61,7 +61,7 @@ def commit_text(made: CommitVerdicts, width: int = 100) -> str:
     commit = made.commit
     lines = wrapped(f'{commit.short} {commit.date} {commit.subject}', width, 0)
     if made.pinned:
-        pins = ', '.join(f'{name} {a} -> {b}' for name, (a, b) in made.pinned.items())
+        pins = versions_text(made.pinned)
         alone = '' if told else '; the code is the same'
         lines += wrapped(f'required versions: {pins}{alone}', width, 2)
     for verdict in told:
@@ -89,7 +89,7 @@ def _section(verdict: Verdict, width: int) -> Iterator[str]:
     if verdict.message:
         yield from wrapped(verdict.message, width, 2)
     if verdict.versions:
-        yield from wrapped(f'versions: {versions_text(verdict)}', width, 2)
+        yield from wrapped(f'versions: {versions_text(verdict.versions)}', width, 2)
     code = [one for one in verdict.differences if one.is_of_code]
     rest = [one for one in verdict.differences if not one.is_of_code]
     yield from _list('what the code says', code, width)

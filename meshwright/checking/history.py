@@ -26,6 +26,7 @@ from meshwright.checking.commits import (
 from meshwright.checking.processes import CheckRun, FilesOfCommit, Recorded, record_programs
 from meshwright.checking.settings import CheckedProgram, CheckSettings
 from meshwright.checking.verdicts import Verdict, judge
+from meshwright.checks.files import write_at_once
 from meshwright.records.record import Record
 from meshwright.report.answers import package_versions
 
@@ -69,9 +70,8 @@ class _Recorder:
         top = Path(run_git(root, 'rev-parse', '--show-toplevel').strip())
         levels = len(root.resolve().relative_to(top.resolve()).parts)
         self._commit = FilesOfCommit(top=(folder, *folder.parents)[levels], present=top.resolve())
-        self._kept = Path(run_git(root, 'rev-parse', '--git-common-dir').strip())
-        self._kept = (root / self._kept).resolve() / 'meshwright-history'
-        self._kept.mkdir(exist_ok=True)
+        git = root / run_git(root, 'rev-parse', '--git-common-dir').strip()
+        self._kept = git.resolve() / 'meshwright-history'
 
     def record(self, commit: str, programs: Sequence[CheckedProgram]) -> dict[str, Recorded]:
         """The record of each program in a commit."""
@@ -114,9 +114,7 @@ class _Recorder:
     def _keep(self, file: Path, one: Recorded) -> None:
         if one.record is not None:
             held = {'record': one.record.as_dict(), 'files': sorted(one.files)}
-            new = file.with_suffix('.new')
-            new.write_text(json.dumps(held), encoding='utf-8')
-            new.replace(file)
+            write_at_once(file, json.dumps(held))
 
 
 def check_history(settings: CheckSettings, run: CheckRun, span: str) -> Iterator[CommitVerdicts]:

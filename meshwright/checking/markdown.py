@@ -86,7 +86,7 @@ def _details(verdict: Verdict) -> Iterator[str]:
     if verdict.message:
         yield f'{plain_cell(verdict.message)}\n'
     if verdict.versions:
-        yield f'Versions: {plain_cell(versions_text(verdict))}\n'
+        yield f'Versions: {plain_cell(versions_text(verdict.versions))}\n'
     if verdict.differences:
         yield from _differences('what changed', verdict.differences)
     if verdict.by_versions:

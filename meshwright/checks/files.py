@@ -71,7 +71,13 @@ def read_golden(file: Path, kind: type[Any], file_format: str) -> Any:
 
 
 def write_golden(file: Path, text: str) -> None:
-    """Writes a golden file at once, as other processes of a test run may read it."""
+    """Writes a golden file."""
+    write_at_once(file, text)
+    WRITTEN.append(file)
+
+
+def write_at_once(file: Path, text: str) -> None:
+    """Writes a file and its folder; no other process reads a part of it, and no stop leaves one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     number, name = tempfile.mkstemp(dir=file.parent, prefix=f'.{file.name}.')
     try:
@@ -82,7 +88,6 @@ def write_golden(file: Path, text: str) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    WRITTEN.append(file)
 
 
 def note_forecast(folder: str, file: Path, forecast: Mapping[str, Any]) -> None:

@@ -245,7 +245,7 @@ def _without_entry(
 
 
 def _nearest_entry(entries: LayoutEntries, path: str) -> str:
-    """The entry whose words are most alike those of a path that it does not match."""
+    """The entry whose words are most like the words of a path that it does not match."""
     parts = path.split('/')
     for i, (pattern, _) in enumerate(entries.entries):
         for word in reversed(_WORD.findall(pattern)):

@@ -10,12 +10,12 @@ import graphlib
 import itertools
 import math
 import os
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from etils import epath
 
+from partitioning.untrusted_text import read_regular_file
 from train.errors import ConfigError
 from train.paths import is_remote
 
@@ -25,7 +25,6 @@ MOST_STATEMENTS = 5_000
 MOST_VALUES = 1_000_000  # after all references are replaced by what they stand for
 _LONGEST_OF_FILE = 50_000  # characters of a line
 LARGEST_INTEGER = 2**64 - 1
-_LONGEST_PLACE = 160
 _LONGEST_LINE = 200
 
 
@@ -72,12 +71,11 @@ def read_text(path: epath.Path, place: str) -> str:
 
 
 def _read_local(path: epath.Path, place: str) -> bytes:
-    """Reads no more than is needed to see that a file is too large, and no device or pipe."""
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with open(file, 'rb') as opened:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise ConfigError(f'{place}: {path} is not a regular file')
-        return opened.read(MOST_BYTES + 1)
+    """Reads no more than is needed to see that a file is too large."""
+    found = read_regular_file(path, MOST_BYTES + 1)
+    if found is None:
+        raise ConfigError(f'{place}: {path} is not a regular file')
+    return found[0]
 
 
 def check_inside(path: epath.Path, place: str, folders: Sequence[str]) -> None:
@@ -177,8 +175,3 @@ class Expansion:
                     f'{self._places[node, ""]}: {node} would consist of more than '
                     f'{MOST_VALUES:,} values once all macros and calls in it are replaced'
                 )
-
-
-def short_place(flag: str) -> str:
-    """A flag as the place of a statement."""
-    return shortened(flag, _LONGEST_PLACE)

@@ -230,7 +230,7 @@ def read_bindings(bindings: Sequence[str]) -> list[Statement]:
     """
     statements: list[Statement] = []
     for binding in map(quote_text, bindings):
-        flag = limits.short_place(f'--gin.{binding}')
+        flag = limits.shortened(f'--gin.{binding}')
         name, _, value = binding.partition('=')
         try:
             statements += parse(binding, flag)

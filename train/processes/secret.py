@@ -15,6 +15,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from partitioning.untrusted_text import read_regular_file
 from train.errors import ConfigError
 
 VARIABLE, FILE_VARIABLE = 'MESHWRIGHT_SECRET', 'MESHWRIGHT_SECRET_FILE'
@@ -76,16 +77,12 @@ def _checked(text: str, name: str) -> bytes:
 def _read(path: Path, name: str) -> bytes:
     """Reads the file of a secret, which must be a file that nobody else can read."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            mode = os.fstat(file).st_mode
-            text = os.read(file, _MOST_BYTES) if stat.S_ISREG(mode) else b''
-        finally:
-            os.close(file)
+        found = read_regular_file(path, _MOST_BYTES)
     except OSError as error:
         raise ConfigError(f'{name} cannot be read ({os.strerror(error.errno or 0)})') from error
-    if not stat.S_ISREG(mode):
+    if found is None:
         raise ConfigError(f'{name} is not a file')
+    text, mode = found
     if mode & 0o077:
         raise ConfigError(
             f'{name} can be read by other users (mode {stat.S_IMODE(mode):o}): run chmod 600 {path}'

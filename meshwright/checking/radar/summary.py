@@ -33,7 +33,7 @@ def letters_of(program: ProgramStep) -> str:
 
 
 def ordered_changes(step: Step) -> list[tuple[ProgramStep, Change]]:
-    """All changes of a step, those of the code first, and then the largest ones first."""
+    """All changes of a step: first the changes of the code, then the others, the largest first."""
     found = [(program, change) for program in step.programs for change in program.changes]
     return sorted(found, key=lambda one: (not one[1].difference.is_of_code, -one[1].weight))
 
@@ -50,11 +50,8 @@ def category_lines(step: Step) -> Iterator[tuple[str, str, str]]:
         causes = dict.fromkeys(
             c.cause for p in programs for c in p.changes if c.difference.kind in kinds
         )
-        yield name, f'{count(len(programs), "program")}{_range(name, programs)}', _any_of(causes)
-
-
-def _any_of(causes: Sequence[str] | dict[str, None]) -> str:
-    return ' / '.join(filter(None, causes))
+        by = ' / '.join(filter(None, causes))
+        yield name, f'{count(len(programs), "program")}{_range(name, programs)}', by
 
 
 def _range(name: str, programs: Sequence[ProgramStep]) -> str:

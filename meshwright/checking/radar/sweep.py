@@ -13,6 +13,7 @@ from typing import Any
 from meshwright.checking.processes import Recorded, record_in_turn
 from meshwright.checking.radar.environments import Environment
 from meshwright.checking.settings import CheckedProgram
+from meshwright.checks.files import write_at_once
 from meshwright.records.record import Record
 
 FORMAT = 'meshwright radar record 1'
@@ -96,12 +97,9 @@ def write_record(
     tpu: Environment | None = None,
 ) -> None:
     """Keeps the record of a program in an environment."""
-    file = _file(sweep, program, environment, tpu)
-    file.parent.mkdir(parents=True, exist_ok=True)
     held = {'format': FORMAT, 'program': _settings(program), 'function': _own(sweep, program)}
-    partial = file.with_suffix('.partial')
-    partial.write_text(json.dumps({**held, 'record': record.as_dict()}), encoding='utf-8')
-    partial.replace(file)
+    text = json.dumps({**held, 'record': record.as_dict()})
+    write_at_once(_file(sweep, program, environment, tpu), text)
 
 
 def _inherited() -> list[str]:
