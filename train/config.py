@@ -33,8 +33,7 @@ Check = Callable[[str, Any], None]
 class StopCondition(Protocol):
     """Decides after each record of a metric whether the run ends.
 
-    Attributes:
-      metric: the metric, such as 'train/loss' or the score 'eval/loss'.
+    `metric` is the metric, such as 'train/loss' or the score 'eval/loss'.
     """
 
     @property

@@ -128,9 +128,7 @@ def os_errors_as(message: str) -> Iterator[None]:
     """Raises a ConfigError in place of an OSError of the body.
 
     `message` is the message before the reason, such as 'MODEL_DIR runs/mine cannot be written:'.
-
-    Raises:
-      ConfigError: with the message and the reason of the OSError.
+    Raises a ConfigError with the message and the reason of the OSError.
     """
     try:
         yield
@@ -141,12 +139,11 @@ def os_errors_as(message: str) -> Iterator[None]:
 def import_optional(module: str, extra: str, user: str) -> Any:
     """Imports a module of an optional package.
 
+    Raises a ConfigError if the package is not installed.
+
     Args:
       extra: the extra of meshwright that installs its package.
       user: what needs the package, for the message.
-
-    Raises:
-      ConfigError: if the package is not installed.
     """
     try:
         return importlib.import_module(module)

@@ -135,8 +135,7 @@ class Program:
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Calls the function. It is compiled for each new batch size.
 
-        Raises:
-          ConfigError: if the batch does not have the arrays of the description.
+        Raises a ConfigError if the batch does not have the arrays of the description.
         """
         wanted = self.description['inputs']
         for name in sorted(wanted.keys() ^ batch.keys()):

@@ -34,9 +34,8 @@ _OF_SYSTEM += ('/usr/bin', '/usr/sbin', '/usr/lib', '/usr/lib64', '/usr/include'
 def as_path(setting: str, value: Any) -> epath.Path:
     """The path that a setting names. A tilde stands for the home directory.
 
-    Raises:
-      ConfigError: if the value is not a path, or if it names a kind of store that is unknown or
-        whose packages are not installed.
+    Raises a ConfigError if the value is not a path, or if it names a kind of store that is unknown
+    or whose packages are not installed.
     """
     if not isinstance(value, str | os.PathLike) or not os.fspath(value).strip():
         raise ConfigError(f'{setting} is {value!r}: write the path of a file or folder')
@@ -62,8 +61,7 @@ def as_path(setting: str, value: Any) -> epath.Path:
 def as_folder(setting: str, value: Any) -> epath.Path:
     """The folder that a setting names, which need not exist yet.
 
-    Raises:
-      ConfigError: as in `as_path`, if a file is in its place, or if it belongs to the system.
+    Raises a ConfigError as in `as_path`, if a file is in its place, or if it belongs to the system.
     """
     path = as_path(setting, value)
     if not is_remote(path):

@@ -185,9 +185,8 @@ def attend_with_sums(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the attention and the logarithms of the sums of its weights.
 
-    Returns:
-      The attention, float32 of the shape of the queries, and the logarithms, float32 [batch,
-      length, heads]. A query that sees no key has zeros and `LOWEST`.
+    Returns the attention, float32 of the shape of the queries, and the logarithms, float32 [batch,
+    length, heads]. A query that sees no key has zeros and `LOWEST`.
     """
     pairs = BlockPairs(blocks, q_BLHN, k_BSKN, v_BSKN, arrays)
 

@@ -41,7 +41,10 @@ def attend(
 
     In a partitioned function, the arrays have the layouts that the logical axis rules give to
     ('batch', 'length', 'heads', 'kv'), and to 'kv_heads' in the place of 'heads' for keys and
-    values that several heads share. If the rules divide the length, see `context`.
+    values that several heads share. If the rules divide the length, see `context`. Returns the
+    weighted sums of the values, with the shape of the queries. The arrays that the backward pass
+    needs have the checkpoint name `ATTENDED`, except with cuDNN. Raises a ConfigError if `settings`
+    forces a kind of attention that these arguments do not allow.
 
     Args:
       q_BLHN: the queries, [batch, length, heads, head_dim].
@@ -50,13 +53,6 @@ def attend(
       v_BSKN: the values, like the keys.
       sight: what each query sees, and the scores. Each query must see at least one key.
       settings: how attention is computed.
-
-    Returns:
-      The weighted sums of the values, with the shape of the queries. The arrays that the backward
-      pass needs have the checkpoint name `ATTENDED`, except with cuDNN.
-
-    Raises:
-      ConfigError: if `settings` forces a kind of attention that these arguments do not allow.
     """
     arrays = q_BLHN, k_BSKN, v_BSKN
     if axes := length_axes(q_BLHN):

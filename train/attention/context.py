@@ -40,11 +40,9 @@ def attend_over_context(
     """Computes attention on each device for some of the queries of its rows; see `attend`.
 
     `axes` is what `length_axes` returns. `attend` is the function of this name, which computes the
-    attention of the queries of one device.
-
-    Raises:
-      ConfigError: if queries and keys are not the same tokens, if their number does not divide, or
-        if the settings require the kernel for TPUs, which cannot compute halves of this length.
+    attention of the queries of one device. Raises a ConfigError if queries and keys are not the
+    same tokens, if their number does not divide, or if the settings require the kernel for TPUs,
+    which cannot compute halves of this length.
     """
     sizes = jax.sharding.get_abstract_mesh().shape
     zigzag = Zigzag(axes, math.prod(sizes[axis] for axis in axes))

@@ -31,8 +31,7 @@ from train.attention.splash import block_sizes, heads_first, segment_ids
 class Part:
     """A part of the queries of a row, and a part of its keys.
 
-    Attributes:
-      window: the number of keys that a query sees, or None; see `Sight`.
+    `window` is the number of keys that a query sees, or None; see `Sight`.
     """
 
     queries: int

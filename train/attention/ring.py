@@ -48,8 +48,7 @@ class Zigzag:
     def spread(self, x_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the early and the late half of this device, for the contiguous part that it has.
 
-        Raises:
-          ValueError: if the length is odd.
+        Raises a ValueError if the length is odd.
         """
         even, odd = (
             jax.lax.ppermute(half, self.axes, self._moves(parity))

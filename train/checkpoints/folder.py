@@ -44,13 +44,12 @@ class FailedSave(ConfigError):
 class Checkpoints(CheckpointReader):
     """The checkpoints of one run, in `<directory>/<step>`.
 
+    `texts` are the text files that are saved with each checkpoint, by name. They describe the run.
+
     Args:
       directory: the folder of the checkpoints.
       config: when to save, and which checkpoints to keep.
       restore: the settings that name `directory`, if it belongs to another run.
-
-    Attributes:
-      texts: the text files that are saved with each checkpoint, by name. They describe the run.
     """
 
     def __init__(
@@ -148,16 +147,14 @@ class Checkpoints(CheckpointReader):
         """Starts to save a state. Files are written in the background while training continues.
 
         All processes must call it together. It waits for an earlier save. If the save fails,
-        nothing is raised here; `failure` returns the error.
+        nothing is raised here; `failure` returns the error. Raises a ConfigError if `best_metric`
+        is not among the scores of its evaluator.
 
         Args:
           step: the step of the state. If there is a good checkpoint of it, nothing is saved.
           state: the state, whose arrays have been copied when this method returns.
           pending: the names of evaluations of this step that have been interrupted.
           scores: the metrics and scores of the step; one of them may rank checkpoints.
-
-        Raises:
-          ConfigError: if `best_metric` is not among the scores of its evaluator.
         """
         self.wait()
         self._postponed = False
@@ -196,8 +193,7 @@ class Checkpoints(CheckpointReader):
     def close(self) -> None:
         """Waits until everything is written, and closes the writer.
 
-        Raises:
-          FailedSave: if a save has failed and `failure` has not returned it.
+        Raises a FailedSave if a save has failed and `failure` has not returned it.
         """
         self.wait()
         if self._writer is not None:
@@ -239,8 +235,7 @@ class Checkpoints(CheckpointReader):
     def check_writable(self) -> None:
         """Checks before the first save that the folder, if it exists, can be written.
 
-        Raises:
-          ConfigError: if it is not a folder, or cannot be written.
+        Raises a ConfigError if it is not a folder, or cannot be written.
         """
         path = self.directory
         with raise_on_all_processes():
@@ -352,8 +347,7 @@ def delete_surplus(
 ) -> None:
     """Deletes the steps that the settings do not keep. This package must have written all steps.
 
-    Raises:
-      OSError: if a step cannot be deleted.
+    Raises an OSError if a step cannot be deleted.
     """
     scores = dict[int, float]()
     if (metric := config.best_metric) is not None:

@@ -60,6 +60,10 @@ def match_arrays(
 ) -> tuple[dict[str, Array], list[Difference]]:
     """Finds the stored array for each array of a state.
 
+    Returns the stored array of each array to restore, by the name of the latter, and what differs,
+    in the order of the names. Raises a ConfigError if a rename does not match any array, or names
+    one that does not exist.
+
     Args:
       stored: the arrays of a checkpoint, or what is known about them, by name.
       wanted: the arrays of the state, by the names that the checkpoint would give them.
@@ -68,13 +72,6 @@ def match_arrays(
       parts: the beginnings of the names of the arrays to restore. Only these are compared.
       casts: whether floating-point dtypes may differ.
       adapt: changes the stored array for the wanted array of a name.
-
-    Returns:
-      The stored array of each array to restore, by the name of the latter, and what differs, in the
-      order of the names.
-
-    Raises:
-      ConfigError: if a rename does not match any array, or names one that does not exist.
     """
     sources = find_sources(wanted, restore.renames, restore.renames_setting, 'array of this run')
     used = {source for source in sources.values() if source is not None}
@@ -114,13 +111,12 @@ def find_sources(
 ) -> dict[str, str | None]:
     """The other name of each array, or None if the array is left out.
 
+    Raises a ConfigError if a pattern does not match any array.
+
     Args:
       renames: pairs of a regular expression and the other name; see `RestoreConfig`.
       setting: the setting with the pairs. With None, a pattern need not match any array.
       kind: what the names belong to, for the message.
-
-    Raises:
-      ConfigError: if a pattern does not match any array.
     """
     unused, sources = dict(enumerate(renames)), dict[str, str | None]()
     for name in names:

@@ -25,8 +25,7 @@ from train.paths import as_path
 def open_checkpoints(config: CheckpointConfig, model_dir: epath.Path) -> Checkpoints:
     """Opens the checkpoints in the folder of a run, which may have none yet.
 
-    Raises:
-      ConfigError: if the folder of the run contains checkpoints of T5X.
+    Raises a ConfigError if the folder of the run contains checkpoints of T5X.
     """
     if steps := t5x_steps(model_dir):
         raise ConfigError(
@@ -43,18 +42,13 @@ def find_checkpoint(
 ) -> tuple[epath.Path, int]:
     """Finds the checkpoint that a run starts from.
 
-    It only reads files, and does not wait for other processes.
+    It only reads files, and does not wait for other processes. Returns the folder of checkpoints,
+    and the step to restore. Raises a DamagedCheckpoint if the checkpoint that mode 'specific' names
+    is damaged, and a ConfigError if there is no such checkpoint, or it is incomplete.
 
     Args:
       restore: the settings that name it.
       say: prints one line for each folder that mode 'latest' skips.
-
-    Returns:
-      The folder of checkpoints, and the step to restore.
-
-    Raises:
-      DamagedCheckpoint: if the checkpoint that mode 'specific' names is damaged.
-      ConfigError: if there is no such checkpoint, or it is incomplete.
     """
     from train.checkpoints.weights import is_weights
 

@@ -102,15 +102,14 @@ class CheckpointReader(abc.ABC):
     ) -> Preflight:
         """Compares a checkpoint with the state of a run. No array is read.
 
+        Raises a DamagedCheckpoint if a file that describes the checkpoint is damaged, and a
+        ConfigError if a setting cannot be honoured. Differences between the arrays raise nothing;
+        they are in the result.
+
         Args:
           step: the step of a saved checkpoint.
           abstract_state: the arrays of the run, as in `restore`.
           variables_only: as in `restore`.
-
-        Raises:
-          DamagedCheckpoint: if a file that describes the checkpoint is damaged.
-          ConfigError: if a setting cannot be honoured. Differences between the arrays raise
-            nothing; they are in the result.
         """
         state, parts = self._select(abstract_state, variables_only)
         by_name = self._by_name(state)
@@ -137,6 +136,10 @@ class CheckpointReader(abc.ABC):
     ) -> Any:
         """Restores the state of a step.
 
+        Raises a DamagedCheckpoint if its files cannot be read, or do not have the content that was
+        written. All processes raise it. Raises a ConfigError if the checkpoint has different
+        arrays, shapes or dtypes than the state.
+
         Args:
           step: the step of a saved checkpoint.
           abstract_state: ShapeDtypeStructs with the shardings of the restored arrays.
@@ -144,11 +147,6 @@ class CheckpointReader(abc.ABC):
             if the settings allow that.
           variables_only: whether only the step, the parameters and the other variables are
             restored. The result is then a TrainState whose `opt_state` is None.
-
-        Raises:
-          DamagedCheckpoint: if its files cannot be read, or do not have the content that was
-            written. All processes raise it.
-          ConfigError: if the checkpoint has different arrays, shapes or dtypes than the state.
         """
         state, parts = self._select(abstract_state, variables_only)
         flat, treedef = jax.tree_util.tree_flatten_with_path(state)

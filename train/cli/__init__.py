@@ -17,11 +17,9 @@ from train.processes import signals
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command of `meshwright`.
 
-    `arguments` are the name of the command and its arguments, by default this process's.
-
-    Returns:
-      The exit status: 0, 1 if plans differ, 2 after an error, 75 after SIGTERM or SIGHUP, or 130
-      after Ctrl-C.
+    `arguments` are the name of the command and its arguments, by default this process's. Returns
+    the exit status: 0, 1 if plans differ, 2 after an error, 75 after SIGTERM or SIGHUP, or 130
+    after Ctrl-C.
     """
     if arguments is None:
         signals.handle_until_exit()

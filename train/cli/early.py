@@ -25,13 +25,12 @@ _MOST_FILES = 10_000
 def check_run(options: argparse.Namespace, files: Sequence[str]) -> None:
     """Checks the folder and the data of a run.
 
+    Raises a ConfigError if a gin file or a flag cannot be read, if MODEL_DIR cannot be written or
+    is in use, or if the files of the data leave nothing to train or to evaluate on.
+
     Args:
       options: the flags of the command.
       files: the gin files of its runs.
-
-    Raises:
-      ConfigError: if a gin file or a flag cannot be read, if MODEL_DIR cannot be written or is in
-        use, or if the files of the data leave nothing to train or to evaluate on.
     """
     settings = check_folder(options, files)
     place, folder = settings.find('', 'model_dir')
@@ -56,8 +55,7 @@ def check_folder(options: argparse.Namespace, files: Sequence[str]) -> Settings:
 class Settings:
     """The values that statements set, as far as they are plain.
 
-    Args:
-      statements: the statements of all files and flags, in the order in which they take effect.
+    `statements` are the statements of all files and flags, in the order in which they take effect.
     """
 
     def __init__(self, statements: Sequence[Statement]):

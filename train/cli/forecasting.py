@@ -159,8 +159,7 @@ def add_topologies(parser: argparse.ArgumentParser) -> None:
 def check_topologies(names: Sequence[str]) -> None:
     """Checks the names of machines before anything is imported that takes long.
 
-    Raises:
-      ConfigError: if there is no such machine.
+    Raises a ConfigError if there is no such machine.
     """
     from partitioning.hardware.topology import check_shape, split_slices
     from train.errors import ConfigError
@@ -176,9 +175,7 @@ def check_topologies(names: Sequence[str]) -> None:
 def show_progress(name: str) -> Iterator[Callable[[str], None]]:
     """Shows on standard error what is done for a machine. Yields what to call with each stage.
 
-    A file or a pipe gets one line, at the end.
-
-    `name` is the machine.
+    A file or a pipe gets one line, at the end. `name` is the machine.
     """
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -264,8 +261,7 @@ def _write_files(
 ) -> list[str]:
     """Writes `forecast.json`, `forecast.html`, and the compiled programs as `*.hlo.txt`.
 
-    Returns:
-      The paths of what it has written.
+    Returns the paths of what it has written.
     """
     written = [folder / 'forecast.json', folder / 'forecast.html']
     from meshwright.report.page import write_page

@@ -22,13 +22,12 @@ the watchdog stopped it with work left, 130 after Ctrl-C. The same command resum
 def run_until_signal(command: Callable[[], int], line: str) -> int:
     """Runs a command. After a signal it prints how to resume, without a traceback.
 
+    Returns the exit code of the command, 75 after SIGTERM or SIGHUP, or 130 after Ctrl-C. The
+    process of an interrupted command ends here, without waiting for threads that compile.
+
     Args:
       command: returns the exit code.
       line: the command as one types it.
-
-    Returns:
-      The exit code of the command, 75 after SIGTERM or SIGHUP, or 130 after Ctrl-C. The
-      process of an interrupted command ends here, without waiting for threads that compile.
     """
     signals.handling.command = line
     try:
@@ -49,8 +48,7 @@ def run_until_signal(command: Callable[[], int], line: str) -> int:
 def line_of_process(name: str) -> str:
     """The command of this process as one types it, which may be the command of its launcher.
 
-    Args:
-      name: the name of the program.
+    `name` is the name of the program.
     """
     if launcher := command_of_launcher():
         return launcher

@@ -112,10 +112,8 @@ def known_runs() -> list[str]:
 def find_gin_file(run: str) -> str:
     """Returns the gin file of a run.
 
-    `run` is a gin file, the folder of a run, or the name of a shipped run.
-
-    Raises:
-      ConfigError: if it is none of these.
+    `run` is a gin file, the folder of a run, or the name of a shipped run. Raises a ConfigError if
+    it is none of these.
     """
     from train.errors import ConfigError
     from train.paths import as_path, file_of_run

@@ -42,8 +42,7 @@ def data_record(
 def recorded_setting(directory: epath.Path, name: str) -> Any:
     """Returns a setting of the earlier run in a directory, or None if there is no record of it.
 
-    Raises:
-      ConfigError: if the record cannot be read.
+    Raises a ConfigError if the record cannot be read.
     """
     return _read(directory / FILE, lambda before: before['settings'].get(name))
 
@@ -51,8 +50,7 @@ def recorded_setting(directory: epath.Path, name: str) -> Any:
 def recorded_start(directory: epath.Path) -> int:
     """Returns the step after which the data of the earlier run in a directory began.
 
-    Raises:
-      ConfigError: if the record cannot be read.
+    Raises a ConfigError if the record cannot be read.
     """
     return _read(directory / FILE, lambda before: int(before.get(STARTS_AFTER, 0))) or 0
 
@@ -79,8 +77,7 @@ def record_of(checkpoints: epath.Path) -> epath.Path:
 def check_same_everywhere(record: Mapping[str, Any]) -> None:
     """Checks that all processes read the same data. Every process must call it.
 
-    Raises:
-      Disagreement: if some processes read other data than the others, with a table.
+    Raises a Disagreement if some processes read other data than the others, with a table.
     """
     values: dict[str, Any] = {'tokenizer': record['tokenizer'], **record['settings']}
     parts = {'training data': record['parts'], **record['evaluations']}
@@ -94,6 +91,9 @@ def check_same_everywhere(record: Mapping[str, Any]) -> None:
 def check_same_as_before(directory: epath.Path, record: dict[str, Any], step: int) -> list[str]:
     """Checks that a resumed run reads the data that it began with.
 
+    Raises a ConfigError if the documents, the tokenizer, the rows or the weights have changed, or
+    if the record of the run cannot be read.
+
     Args:
       record: the current record of its data.
       step: the step from which the run resumes.
@@ -101,10 +101,6 @@ def check_same_as_before(directory: epath.Path, record: dict[str, Any], step: in
     Returns:
       One sentence for each changed setting. Such a change is allowed, but the run's later steps
       see different rows.
-
-    Raises:
-      ConfigError: if the documents, the tokenizer, the rows or the weights have changed, or if the
-        record of the run cannot be read.
     """
     path = directory / FILE
     before = _read(path, lambda r: (_identity(r), _summary(r), {**r['settings']}))
@@ -133,15 +129,13 @@ def check_restored_tokenizer(
 ) -> None:
     """Checks that a restored checkpoint was trained with the tokenizer of the tasks.
 
-    Without a record next to the checkpoints, nothing is checked.
+    Without a record next to the checkpoints, nothing is checked. Raises a ConfigError if the
+    tokenizers differ, or if the record cannot be read.
 
     Args:
       checkpoints: the directory of checkpoints. The record of its run lies next to it.
       tasks: the tasks to train or to evaluate on, by name.
       setting: the setting that names the checkpoint, for the message.
-
-    Raises:
-      ConfigError: if the tokenizers differ, or if the record cannot be read.
     """
     path = record_of(checkpoints)
     if not path.exists():

@@ -101,11 +101,7 @@ def predict(
 
 
 def check_can_decode(objective: Any) -> None:
-    """Checks that an objective has a model that decodes.
-
-    Raises:
-      ConfigError: if it does not.
-    """
+    """Checks that an objective has a model that decodes. Raises a ConfigError if it does not."""
     if not isinstance(objective, CanDecode):
         raise ConfigError(
             f'{type(objective).__name__} cannot predict targets: use the objective EncoderDecoder '

@@ -108,8 +108,7 @@ def prepare_evaluators(run: EvaluatedRun) -> dict[str, Any]:
 class _Prepared:
     """A prepared evaluator, whose name the watchdog of the run knows while it runs.
 
-    Attributes:
-      is_simple: whether it only returns scores, which are then checked and printed here.
+    `is_simple` says whether it only returns scores, which are then checked and printed here.
     """
 
     evaluator: Evaluator
@@ -178,8 +177,7 @@ def is_due(evaluator: Any, step: int, last_step: int) -> bool:
 def run_evaluators(evaluators: Mapping[str, Any], state: TrainState, step: int) -> dict[str, float]:
     """Returns the scores of all evaluators: the score x of the evaluator y is 'y/x'.
 
-    Raises:
-      Interrupted: if a signal ends one of them.
+    Raises an Interrupted if a signal ends one of them.
     """
     with interruptible():
         return {

@@ -54,11 +54,7 @@ SETTINGS = 'settings.json'
 
 @dataclasses.dataclass(frozen=True)
 class PartFiles:
-    """The parts of a file. Only one process may use them.
-
-    Attributes:
-      path: the whole file.
-    """
+    """The parts of a file. Only one process may use them. `path` is the whole file."""
 
     path: epath.Path
     folder: epath.Path
@@ -66,10 +62,8 @@ class PartFiles:
     def begin(self, settings: Mapping[str, Any]) -> int:
         """Creates the folder, or finds the parts in it, and returns the number of finished parts.
 
-        `settings` are the settings that the content of the parts depends on, as JSON.
-
-        Raises:
-          ConfigError: if the parts in the folder have other settings, or it cannot be written.
+        `settings` are the settings that the content of the parts depends on, as JSON. Raises a
+        ConfigError if the parts in the folder have other settings, or it cannot be written.
         """
         settings, file = json.loads(json.dumps(dict(settings))), self.folder / SETTINGS
         if file.exists():

@@ -115,11 +115,7 @@ class TaskExamples:
 
 
 def open_text(run: EvaluatedRun, name: str) -> OpenText:
-    """The opened task of an evaluator.
-
-    Raises:
-      ConfigError: if it has no text.
-    """
+    """The opened task of an evaluator. Raises a ConfigError if it has no text."""
     opened = run.evaluated[name]
     if not isinstance(opened, OpenText):
         raise ConfigError(f'the evaluator {name!r} decodes text, but the task has no text')

@@ -85,10 +85,8 @@ class Samples:
 class PreparedSamples:
     """The tokens of each prompt, int32 [tokens]; see `Samples`.
 
-    An empty prompt becomes the separator.
-
-    Attributes:
-      shown: the function that shows the number of new tokens, while they are sampled.
+    An empty prompt becomes the separator. `shown` is the function that shows the number of new
+    tokens, while they are sampled.
     """
 
     every: int

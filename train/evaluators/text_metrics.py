@@ -83,9 +83,8 @@ def rouge(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float
 def squad(targets: Sequence[Any], predictions: Sequence[str]) -> dict[str, float]:
     """SQuAD's exact match and F1 of words, each with the best target of an example.
 
-    Case, punctuation, articles and the amount of space do not count.
-
-    Source: Rajpurkar et al., "SQuAD: 100,000+ Questions for Machine Comprehension of Text" (2016).
+    Case, punctuation, articles and the amount of space do not count. Source: Rajpurkar et al.,
+    "SQuAD: 100,000+ Questions for Machine Comprehension of Text" (2016).
     """
     exact, f1 = [], []
     for target, prediction in _paired(targets, predictions):

@@ -24,16 +24,13 @@ def import_modules(
     """Imports the modules that statements name, which registers their configurables.
 
     If one of them has no listed names, nothing is imported. The modules of another system are not
-    imported unless the user allows them.
+    imported unless the user allows them. Raises a ConfigError if an import is refused, with the
+    flag that allows it, or if a module cannot be imported.
 
     Args:
       statements: the statements of all files and flags.
       allow: additional packages that the user allows.
       aliases: names of another system that the files may use.
-
-    Raises:
-      ConfigError: if an import is refused, with the flag that allows it, or if a module cannot be
-        imported.
     """
     listed = listed_names()
     for statement in filter(is_import, statements):
@@ -56,12 +53,11 @@ def check_names(
 ) -> Resolver:
     """Checks that gin files may use all names, and returns the configurables that they stand for.
 
+    Raises a ConfigError if a configurable, parameter, macro or scope is unknown, a macro has no
+    value, values need each other in a circle, or a name is not on the list of names.
+
     Args:
       statements, allow, aliases: as in `import_modules`.
-
-    Raises:
-      ConfigError: if a configurable, parameter, macro or scope is unknown, a macro has no value,
-        values need each other in a circle, or a name is not on the list of names.
     """
     resolver = Resolver(statements, allow, aliases)
     used = {r.name for s in statements for r in s.references if r.is_macro}

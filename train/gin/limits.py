@@ -38,14 +38,11 @@ def shortened(text: str, longest: int = _LONGEST_LINE) -> str:
 
 
 def read_text(path: epath.Path, place: str) -> str:
-    """The text of a gin file.
+    """The text of a gin file. Raises a ConfigError if it is not a file of text of at most 1 MiB.
 
     Args:
       path: a file, local or in a store.
       place: what names the file, for messages.
-
-    Raises:
-      ConfigError: if it is not a file of text of at most 1 MiB.
     """
     try:
         data = path.read_bytes() if is_remote(path) else _read_local(path, place)
@@ -81,8 +78,7 @@ def _read_local(path: epath.Path, place: str) -> bytes:
 def check_inside(path: epath.Path, place: str, folders: Sequence[str]) -> None:
     """Checks that an included file is below one of the folders from which files may come.
 
-    Raises:
-      ConfigError: if it is not.
+    Raises a ConfigError if it is not.
     """
     text = os.fspath(path) if is_remote(path) else os.path.realpath(path)
     for folder in folders:
@@ -98,12 +94,8 @@ def check_inside(path: epath.Path, place: str, folders: Sequence[str]) -> None:
 def check_value(value: Any, place: str, name: str) -> None:
     """Checks that no number or text in a value is of a kind that no setting has.
 
-    Args:
-      name: the setting, for messages.
-
-    Raises:
-      BeyondLimitsError: if a number is infinite, not a number or beyond 64 bits, or if a text
-        contains a null byte.
+    `name` is the setting, for messages. Raises a BeyondLimitsError if a number is infinite, not a
+    number or beyond 64 bits, or if a text contains a null byte.
     """
     for part in _leaves(value):
         if isinstance(part, int) and abs(part) > LARGEST_INTEGER:

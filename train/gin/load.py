@@ -28,6 +28,8 @@ def load_config(
 ) -> None:
     """Reads gin files and flags, checks them, and configures gin with them.
 
+    Raises a ConfigError if a file, a statement or a flag is invalid. gin has not run anything then.
+
     Args:
       files: gin files. Later files override earlier ones.
       bindings: `NAME=value` or `configurable.parameter=value`. They override the files.
@@ -35,9 +37,6 @@ def load_config(
         directory and before the directory that contains `configs/`.
       allow: packages that gin files may use in addition to the listed names.
       aliases: names of another system that gin files may use.
-
-    Raises:
-      ConfigError: if a file, a statement or a flag is invalid. gin has not run anything then.
     """
     if not files:
         raise ConfigError('no gin file: add --gin_file=configs/runs/quickstart.gin')
@@ -125,8 +124,7 @@ ENTRY_POINTS = (
 def find_entry() -> Callable[..., Any]:
     """Returns the entry point whose parameters the configuration sets, by default `train`.
 
-    Raises:
-      ConfigError: if the configuration sets parameters of several entry points.
+    Raises a ConfigError if the configuration sets parameters of several entry points.
     """
     bound = {selector for _, selector in gin_internals._CONFIG}
     configured = [name for name in ENTRY_POINTS if name in bound]
@@ -141,8 +139,7 @@ def find_entry() -> Callable[..., Any]:
 def find_config() -> Any:
     """Returns the `TrainConfig` that the configuration describes, without starting the run.
 
-    Raises:
-      ConfigError: if the configuration does not describe a complete training run.
+    Raises a ConfigError if the configuration does not describe a complete training run.
     """
     entry = find_entry()
     settings, name = gin.get_bindings(entry), f'{entry.__module__}.{entry.__name__}'
@@ -168,15 +165,12 @@ def find_config() -> Any:
 def find_model(text: str, aliases: Aliases = NO_ALIASES) -> Any:
     """Returns the settings of the model that a gin file configures, without using devices or data.
 
+    Returns the `config` of the model, or None if the file does not configure a model that has one.
+    Raises a ConfigError if the file is invalid.
+
     Args:
       text: the text of the file, for example of a run's `config.gin`.
       aliases: names of another system that it may use.
-
-    Returns:
-      The `config` of the model, or None if the file does not configure a model that has one.
-
-    Raises:
-      ConfigError: if the file is invalid.
     """
     configure(parse(text, 'config.gin'), aliases=aliases)
     settings = gin.get_bindings('train.config.TrainConfig', resolve_references=False)

@@ -179,13 +179,12 @@ class _Reader:
     ) -> Iterator[Statement]:
         """Yields the statements of a file and of the files that it includes, in gin's order.
 
+        Raises a ConfigError if a file is not found, is not text, has a syntax error, includes
+        itself, or is beyond the limits of `limits.py`.
+
         Args:
           place: what names the file, for messages.
           includers: the paths of the files that include it.
-
-        Raises:
-          ConfigError: if a file is not found, is not text, has a syntax error, includes itself, or
-            is beyond the limits of `limits.py`.
         """
         path = self._find(file, place)
         if path in includers:
@@ -225,8 +224,7 @@ def _exists(path: epath.Path) -> bool:
 def read_bindings(bindings: Sequence[str]) -> list[Statement]:
     """The statements of `--gin.NAME=value` flags.
 
-    Raises:
-      ConfigError: if gin cannot parse a value, and it does not look like plain text.
+    Raises a ConfigError if gin cannot parse a value, and it does not look like plain text.
     """
     statements: list[Statement] = []
     for binding in map(quote_text, bindings):

@@ -117,8 +117,7 @@ class Resolver:
     def add_import(self, statement: Statement) -> None:
         """Notes the name that an import binds.
 
-        Raises:
-          ConfigError: if the file uses the name for another module.
+        Raises a ConfigError if the file uses the name for another module.
         """
         parsed, names = statement.parsed, self._imports.setdefault(statement.file, {})
         whole = parsed.is_from or parsed.alias
@@ -134,10 +133,8 @@ class Resolver:
     def resolve(self, selector: str, statement: Statement) -> Any:
         """gin's record of the configurable that a selector names, or None for one of gin's own.
 
-        `selector` is the name, without scopes.
-
-        Raises:
-          ConfigError: if no object or several objects have the name, or a gin file may not use it.
+        `selector` is the name, without scopes. Raises a ConfigError if no object or several objects
+        have the name, or a gin file may not use it.
         """
         key = id(statement), selector
         if key not in self._found:

@@ -21,15 +21,12 @@ _TEXTS = {'str', 'Any', 'Literal', 'PathLike', 'object', 'Mapping', 'dict'}
 def check_types(statements: Sequence[Statement], resolver: Resolver) -> None:
     """Checks that texts and fractions are not given to parameters that take other values.
 
-    Only what the signature of a configurable says is compared.
+    Only what the signature of a configurable says is compared. Raises a ConfigError if a value has
+    another type than its parameter. It names the file and line, or the flag, of the value.
 
     Args:
       statements: the statements of all files and flags.
       resolver: finds their configurables.
-
-    Raises:
-      ConfigError: if a value has another type than its parameter. It names the file and line, or
-        the flag, of the value.
     """
     macros = {s.macro: s for s in statements if s.macro}
     last: dict[tuple[str, str, str], Statement] = {}

@@ -37,10 +37,8 @@ def choose_options(
 ) -> tuple[CompilerOption, ...]:
     """Returns the options with which the programs of a run are compiled.
 
-    The chips of `mesh` decide the default options.
-
-    Raises:
-      ConfigError: if a default option is to be removed that the chips do not have.
+    The chips of `mesh` decide the default options. Raises a ConfigError if a default option is to
+    be removed that the chips do not have.
     """
     options = () if isinstance(mesh, AbstractMesh) else default_options(mesh.devices.flat)
     if setting == 'auto':
@@ -83,10 +81,8 @@ def use_compilation_cache(
     """Makes jax keep the programs that it compiles from now on, in this whole process.
 
     `run_directory` is the folder of the run. Several processes share a cache there, because only
-    process 0 writes programs, and the user's folder may be on each host.
-
-    Raises:
-      ConfigError: if the folder of the setting cannot be written.
+    process 0 writes programs, and the user's folder may be on each host. Raises a ConfigError if
+    the folder of the setting cannot be written.
     """
     config: Any = jax.config  # whose types lack the folder in some versions of jax
     configured = config.jax_compilation_cache_dir

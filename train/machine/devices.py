@@ -20,12 +20,9 @@ def use_virtual_devices(count: int | None) -> None:
     """Splits the CPU into virtual devices. Call it before jax looks at its devices.
 
     The setting only matters on a machine without accelerators: jax prefers any other platform.
-
     `count` is the number of devices. By default, XLA_FLAGS or JAX_NUM_CPU_DEVICES decide, and
-    without them there are 8.
-
-    Raises:
-      ConfigError: if `count` is given and the environment sets a number of devices, too.
+    without them there are 8. Raises a ConfigError if `count` is given and the environment sets a
+    number of devices, too.
     """
     use_cpu_without_accelerators()
     in_flags = 'xla_force_host_platform_device_count' in os.environ.get('XLA_FLAGS', '')

@@ -43,6 +43,8 @@ def generate(
 ) -> tuple[jax.Array, jax.Array]:
     """Continues each prompt of a batch.
 
+    Raises a ConfigError if a setting is impossible, or if the model has too few learned positions.
+
     Args:
       model: the built-in transformer, as a module or its `TransformerConfig`, which keeps the keys
         and values of earlier tokens; or a function (params, tokens [batch, length]) -> logits
@@ -64,9 +66,6 @@ def generate(
     Returns:
       int tokens, [batch, tokens of the longest prompt + new_tokens], with zeros after the end of a
       row; and the number of tokens in each row, with its prompt.
-
-    Raises:
-      ConfigError: if a setting is impossible, or if the model has too few learned positions.
     """
     check_counts(new_tokens=new_tokens)
     check_sampling(temperature, top_k, top_p)

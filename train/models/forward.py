@@ -149,6 +149,11 @@ def defer_logits(
 ) -> tuple[DeferredLogits, Cache | None, Sown]:
     """Computes the hidden states from which the output layer computes the next tokens' logits.
 
+    Returns what computes the logits [batch, length, vocab], and None; or with a cache, what
+    computes the logits of the last token, [batch, 1, vocab], and the cache with the new tokens. The
+    third entry is what the layers sow, as means over all layers. Raises a ConfigError if there are
+    more tokens than learned positions.
+
     Args:
       params: its parameters, see `list_parameters`.
       tokens_BL: int tokens, [batch, length].
@@ -157,14 +162,6 @@ def defer_logits(
         default, a row is one segment. To experts, tokens of segment 0 are padding.
       dropout_key: the random key of the dropout. None disables dropout.
       cache: the tokens before these. It needs the positions and segments of these.
-
-    Returns:
-      What computes the logits [batch, length, vocab], and None; or with a cache, what computes the
-      logits of the last token, [batch, 1, vocab], and the cache with the new tokens. The third
-      entry is what the layers sow, as means over all layers.
-
-    Raises:
-      ConfigError: if there are more tokens than learned positions.
     """
     c, length = config, tokens_BL.shape[1]
     if c.positions == 'learned' and length > c.max_positions:

@@ -18,10 +18,8 @@ class NnxTransformer(nnx.Module):
     """A language model: maps tokens to the float32 logits of the next token.
 
     It has the parameters of `Transformer(config).init(rngs.params())`, with the same paths, shapes,
-    logical axes and values. `train()` and `eval()` turn dropout on and off.
-
-    Raises:
-      ConfigError: if the model has experts, whose losses only the linen form sows.
+    logical axes and values. `train()` and `eval()` turn dropout on and off. Raises a ConfigError if
+    the model has experts, whose losses only the linen form sows.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):

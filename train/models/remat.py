@@ -113,8 +113,7 @@ def list_remats(
 ) -> tuple[Remat | None, ...]:
     """Returns what the layers of a model keep: layer n entry n modulo the length, None everything.
 
-    Raises:
-      ConfigError: if the value is not a word, a `Remat`, or a list of them.
+    Raises a ConfigError if the value is not a word, a `Remat`, or a list of them.
     """
     values = value if isinstance(value, list | tuple) and value else [value]
     for entry in values:
@@ -130,8 +129,7 @@ def list_remats(
 def check_placed(setting: str, remats: Iterable[Remat | None], missing: Mapping[str, str]) -> None:
     """Checks that a model has all arrays that it shall keep.
 
-    Raises:
-      ConfigError: if a `Remat` has a name in `missing`, which gives the reason for each.
+    Raises a ConfigError if a `Remat` has a name in `missing`, which gives the reason for each.
     """
     for remat in remats:
         for name in (*remat.save, *remat.offload) if remat else ():

@@ -39,10 +39,8 @@ class Applied(NamedTuple):
         """Adds what the model has sown to the sums that an objective reports.
 
         `sums` are the sums of the objective, with 'weight', their divisor. Auxiliary loss and
-        metrics are means, so they are multiplied by it.
-
-        Raises:
-          ConfigError: if the objective reports a metric of the model itself.
+        metrics are means, so they are multiplied by it. Raises a ConfigError if the objective
+        reports a metric of the model itself.
         """
         sown = dict(self.metrics)
         if self.auxiliary_loss is not None:

@@ -69,8 +69,7 @@ class LinenModel(Model):
 def as_model(model: Any) -> Model:
     """Adapts a linen module, or a function or class that creates an nnx module from `nnx.Rngs`.
 
-    Raises:
-      ConfigError: if `model` is neither.
+    Raises a ConfigError if `model` is neither.
     """
     if isinstance(model, Model):
         return model

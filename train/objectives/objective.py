@@ -102,8 +102,7 @@ def compute_loss(
 ) -> Loss:
     """Calls `objective.loss`, and fills in the defaults of its result.
 
-    Raises:
-      ValueError: if the loss is not a scalar.
+    Raises a ValueError if the loss is not a scalar.
     """
     result = objective.loss(params, batch, rng, variables)
     loss = Loss(*result) if isinstance(result, tuple) else Loss(result)

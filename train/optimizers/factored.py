@@ -258,13 +258,10 @@ def factor_dimensions(
 ) -> Factoring:
     """Returns how a parameter is factored.
 
-    Arrays of rank 0 to 2 without a batch dimension are always factored by their sizes, if they
-    have a rule at all, and only if both dimensions are large enough. All others are factored as
-    their rule says, whatever their sizes.
-
-    Raises:
-      ConfigError: if an array of higher rank has no rule for its dimensions, or if its rule does
-        not fit.
+    Arrays of rank 0 to 2 without a batch dimension are always factored by their sizes, if they have
+    a rule at all, and only if both dimensions are large enough. All others are factored as their
+    rule says, whatever their sizes. Raises a ConfigError if an array of higher rank has no rule for
+    its dimensions, or if its rule does not fit.
     """
     rank = len(shape)
     every = tuple(range(rank))
@@ -306,11 +303,8 @@ def rule_by_axes(
 ) -> tuple[FactorDim, ...]:
     """Returns what each dimension of a parameter is by the names of its dimensions.
 
-    Without both a row and a column, nothing but the batch dimensions counts.
-
-    Raises:
-      ConfigError: if a name is not in the rules, or if some dimensions are rows or columns and
-        others neither.
+    Without both a row and a column, nothing but the batch dimensions counts. Raises a ConfigError
+    if a name is not in the rules, or if some dimensions are rows or columns and others neither.
     """
     unknown = [name for name in axes if name is not None and name not in rules]
     if unknown:

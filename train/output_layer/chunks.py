@@ -75,13 +75,12 @@ class Partial(NamedTuple):
 def choose_chunks(tokens: Any, columns: int, num_chunks: int | None) -> tuple[int, int]:
     """Returns the number of chunks, and their size in columns.
 
+    Raises a ConfigError if there are fewer columns than chunks.
+
     Args:
       tokens: the number of tokens of the batch on a device.
       columns: the number of columns of the vocabulary on a device.
       num_chunks: the number of chunks. None chooses the smallest that respects `CHUNK_BYTES`.
-
-    Raises:
-      ConfigError: if there are fewer columns than chunks.
     """
     is_free = num_chunks is None
     if num_chunks is None:
@@ -105,8 +104,7 @@ def score_chunks(
 ) -> tuple[Partial, jax.Array | None]:
     """Scores targets over the part of the vocabulary on this device.
 
-    Returns:
-      The scores; and the logits, float32 [batch, length, vocab], if there is only one chunk.
+    Returns the scores; and the logits, float32 [batch, length, vocab], if there is only one chunk.
     """
     shape = targets_BL.shape
     zeros = jnp.zeros(shape, jnp.float32)
@@ -161,6 +159,9 @@ def differentiate_chunks(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of the hidden states and the weights on this device.
 
+    Returns the gradient of the hidden states, float32, from this device's part of the vocabulary
+    only; and the reduced gradient of the weights, in the dtype that `reduce` returns.
+
     Args:
       c, x_BLD, w_DV, targets_BL: see `score_chunks`.
       log_z_BL: the logarithms of the normalizers over the whole vocabulary.
@@ -169,10 +170,6 @@ def differentiate_chunks(
       first_token: the token of the first column.
       reduce: sums the weight gradient of a chunk over devices: [embed, chunk] to [part of embed,
         chunk].
-
-    Returns:
-      The gradient of the hidden states, float32, from this device's part of the vocabulary only;
-      and the reduced gradient of the weights, in the dtype that `reduce` returns.
     """
 
     def one(index: Any) -> tuple[_Chunk, jax.Array, jax.Array]:

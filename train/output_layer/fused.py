@@ -59,8 +59,7 @@ class _Kept(NamedTuple):
 class _Layer:
     """What is known of an output layer when it is traced.
 
-    Attributes:
-      x_dtype: the dtype of the hidden states.
+    `x_dtype` is the dtype of the hidden states.
     """
 
     placement: Placement
@@ -94,9 +93,8 @@ def score_deferred(
 ) -> TargetScores:
     """Scores int targets [batch, length]. The scores are laid out as ('batch', 'length').
 
-    Raises:
-      ConfigError: if a device has fewer columns of the vocabulary than there are chunks.
-      ValueError: if `partitioning.constrain` raises it for the hidden states or the weights.
+    Raises a ConfigError if a device has fewer columns of the vocabulary than there are chunks, and
+    a ValueError if `partitioning.constrain` raises it for the hidden states or the weights.
     """
     x_BLD, w_DV = deferred.x_BLD, deferred.w_DV
     placement = find_placement(x_BLD.shape, deferred.names, w_DV.shape)

@@ -65,8 +65,7 @@ def find_placement(
 ) -> Placement:
     """Finds the placement from the current mesh and the current logical axis rules.
 
-    Raises:
-      ValueError: if the rules do not fit the arrays, as in `partitioning.constrain`.
+    Raises a ValueError if the rules do not fit the arrays, as in `partitioning.constrain`.
     """
     mesh, rules = jax.sharding.get_abstract_mesh(), spmd.get_logical_axis_rules()
     if mesh.empty or not rules:

@@ -30,8 +30,7 @@ Progress = Callable[[str], None]
 class PlannedStep(NamedTuple):
     """The train step of a run before it is compiled.
 
-    Attributes:
-      step: the partitioned function (state, batch) -> (state, metrics).
+    `step` is the partitioned function (state, batch) -> (state, metrics).
     """
 
     run: PlannedRun
@@ -114,8 +113,7 @@ def forecast_step(planned: PlannedStep, machine: Machine, **settings: Any) -> Fo
 def predict_step(planned: PlannedStep) -> Prediction:
     """Returns what a planned step needs and takes, by formulas.
 
-    Raises:
-      ConfigError: if nothing is known about the chip.
+    Raises a ConfigError if nothing is known about the chip.
     """
     mesh = planned.run.config.partitioner.mesh
     chip = chip_of(mesh.devices.flat[0].device_kind)
@@ -139,9 +137,8 @@ def least_work(work: Work, even_share: float) -> Work:
 
     Its matrix products run at the peak rate of the chip, its kernels do what they do, and all other
     operations and all exchanges of data take no time. On chips whose compiler estimates nothing,
-    products take what the model says, as they do for compiled programs.
-
-    `even_share` is the FLOPs of products of a device if nothing is computed twice over devices.
+    products take what the model says, as they do for compiled programs. `even_share` is the FLOPs
+    of products of a device if nothing is computed twice over devices.
     """
     chip = CHIPS[work.chip]
     flops = min(work.matmul_flops, even_share)

@@ -63,9 +63,8 @@ class Machine:
     def describe(self) -> Topology:
         """Returns its devices.
 
-        Raises:
-          NotInstalledError: if the compiler that describes them is not installed.
-          ValueError: if no machine has this shape.
+        Raises a NotInstalledError if the compiler that describes them is not installed, and a
+        ValueError if no machine has this shape.
         """
         try:
             return describe_topology(self.topology, num_slices=self.num_slices)
@@ -108,8 +107,7 @@ def parse_machine(text: str, *, on_cpu: bool = False) -> Machine:
 def check_compilers(machines: Iterable[Machine]) -> None:
     """Checks that the compilers of machines accept the flags of the environment.
 
-    Raises:
-      ValueError: if one of them does not, and would end this process.
+    Raises a ValueError if one of them does not, and would end this process.
     """
     for platform in sorted({machine.chip.platform for machine in machines if not machine.on_cpu}):
         check_flags(platform)

@@ -117,9 +117,7 @@ def count_shards(layout: Layout, num_devices: int) -> dict[str, int] | None:
     """Returns into how many shards a preset divides each logical axis, the batch axis included.
 
     `num_devices` is the number of devices of a slice, which `data` divides among the other axes.
-
-    Returns:
-      The number by logical axis, or None if the axes do not divide the devices.
+    Returns the number by logical axis, or None if the axes do not divide the devices.
     """
     macros, sizes = _AXES.get(layout.preset, {'model': 'NUM_PARTITIONS'}), dict(layout.sizes)
     axes = {axis: sizes.get(macro, 1) for axis, macro in macros.items()}
@@ -133,10 +131,8 @@ def count_shards(layout: Layout, num_devices: int) -> dict[str, int] | None:
 def lay_out(partitioner: BasePartitioner, layout: Layout) -> PjitPartitioner:
     """Returns a partitioner with the mesh and the rules of a preset, and the policies of another.
 
-    `layout` is the preset with its sizes.
-
-    Raises:
-      ConfigError: if the partitioner has no rules that could be replaced.
+    `layout` is the preset with its sizes. Raises a ConfigError if the partitioner has no rules that
+    could be replaced.
     """
     if not isinstance(partitioner, PjitPartitioner):
         raise ConfigError(

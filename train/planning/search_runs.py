@@ -39,8 +39,7 @@ Write = Callable[[Candidate, Sequence[str]], str]
 class Searched(NamedTuple):
     """A search of a run, and the files that it has written.
 
-    Attributes:
-      files: the files, by what they are.
+    `files` are the files, by what they are.
     """
 
     result: SearchResult
@@ -118,10 +117,8 @@ def compile_changed(config: TrainConfig, candidate: Candidate, machine: Machine)
 class _Memory:
     """What earlier searches in a folder have found out, in one file.
 
-    An entry is valid as long as the settings, the machine and the compilers are the same.
-
-    Args:
-      write: writes a candidate as text; without it, nothing is kept in the file.
+    An entry is valid as long as the settings, the machine and the compilers are the same. `write`
+    writes a candidate as text; without it, nothing is kept in the file.
     """
 
     def __init__(self, file: epath.Path, machine: Machine, write: Write | None):

@@ -247,9 +247,7 @@ def correct(
     """Returns the factor by which the prediction of each candidate is to be multiplied.
 
     The factor is a product of one factor per setting, which a ridge regression finds in logarithms.
-
-    Args:
-      known: candidates with a known figure, each with the ratio of the figure to its prediction.
+    `known` candidates with a known figure, each with the ratio of the figure to its prediction.
     """
     if not known:
         return [1.0] * len(candidates)

@@ -248,12 +248,11 @@ def draw_search(
 ) -> Figure:
     """Returns a figure of time against memory: compiled candidates, and those by formula.
 
+    Raises a RuntimeError if matplotlib is not installed.
+
     Args:
       png: a file to draw into; its suffix decides the format.
       title: the line above.
-
-    Raises:
-      RuntimeError: if matplotlib is not installed.
     """
     compiled, predicted = list_points(result.found)
     figure = new_figure((8.5, 5))

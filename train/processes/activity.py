@@ -23,8 +23,7 @@ _WAITS, _COMPILES, _AWAITS_THREADS = 'waits', 'compiles', 'awaits threads'
 class Activity:
     """What a run is doing now. The run writes it, and the thread of the watchdog reads it.
 
-    Args:
-      place: the title until the first phase or step begins.
+    `place` is the title until the first phase or step begins.
 
     Attributes:
       signs: the number of signs of progress so far.

@@ -47,8 +47,7 @@ _members: list[Member] = []
 def connected_member() -> Member:
     """This process as a member of its run. The first call may open the channel.
 
-    Raises:
-      NotTogether: if jax has connected the processes and they cannot open a channel as well.
+    Raises a NotTogether if jax has connected the processes and they cannot open a channel as well.
     """
     if not _members:
         _open_over_jax(Limits())
@@ -71,17 +70,16 @@ def open_channel(
 ) -> tuple[Member, int]:
     """Connects this process to the others.
 
+    Raises a ConfigError if the address is malformed, its port is in use, the processes differ in
+    the packages that they have, or this one has another secret than process 0, and a NotTogether if
+    not all processes come in time.
+
     Args:
       address: host:port of process 0.
       other_ports: other ports of process 0, which count if a firewall closes the one of `address`.
 
     Returns:
       This process as a member of the run, and the first port at which all reach process 0.
-
-    Raises:
-      ConfigError: if the address is malformed, its port is in use, the processes differ in the
-        packages that they have, or this one has another secret than process 0.
-      NotTogether: if not all processes come in time.
     """
     host, _, port = address.rpartition(':')
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -130,11 +128,7 @@ def _hello(index: int, count: int) -> dict[str, Any]:
 
 
 def _listen_at(ports: Sequence[int], interface: str) -> Iterator[socket.socket]:
-    """Listens at all ports that are free.
-
-    Raises:
-      ConfigError: if none is.
-    """
+    """Listens at all ports that are free. Raises a ConfigError if none is."""
     problems = []
     for port in ports:
         try:
@@ -307,8 +301,7 @@ def _introduce(
 ) -> Message | None:
     """What process 0 says when all processes have connected, or None if it is not process 0.
 
-    Raises:
-      ConfigError: if process 0 has another secret.
+    Raises a ConfigError if process 0 has another secret.
     """
     with contextlib.suppress(TimeoutError):
         if not connection.greet(secret, _SECONDS_FOR_THE_MESSAGE):

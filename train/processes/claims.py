@@ -162,11 +162,7 @@ class ClaimedFolder:
         return shlex.join([*(tools.get(scheme, ['rm']) if self._remote else ['rm']), path])
 
     def create(self) -> None:
-        """Creates the folder, if it does not exist.
-
-        Raises:
-          OSError: if it cannot be created.
-        """
+        """Creates the folder, if it does not exist. Raises an OSError if it cannot be created."""
         if self._remote:
             return
         missing = [p for p in (self.folder, *self.folder.parents) if not p.exists()]
@@ -176,8 +172,7 @@ class ClaimedFolder:
     def write(self, claim: Claim) -> None:
         """Writes a claim, whose file is never half-written.
 
-        Raises:
-          OSError: if it cannot be written.
+        Raises an OSError if it cannot be written.
         """
         with replacing(self.file(claim.token)) as unfinished:
             unfinished.write_text(json.dumps(dataclasses.asdict(claim), indent=1) + '\n')
@@ -209,8 +204,7 @@ class ClaimedFolder:
     def give_sign(self, token: str) -> bool:
         """Gives a sign of life. Returns whether the claim is still there.
 
-        Raises:
-          OSError: if the folder cannot be used now.
+        Raises an OSError if the folder cannot be used now.
         """
         path = self.file(token)
         try:

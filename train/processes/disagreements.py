@@ -21,8 +21,7 @@ _MOST_ROWS = 20
 class NotTogether(ConnectionError):
     """Raised if the processes of a run have not found each other in time; starting again may help.
 
-    Attributes:
-      exit_code: the exit code of a command that ends with it.
+    `exit_code` is the exit code of a command that ends with it.
     """
 
     exit_code = RESTARTABLE
@@ -60,11 +59,9 @@ def digest(value: Any) -> str:
 def differences(values: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[int]]]:
     """The items whose values are not the same on all processes.
 
-    `values` are the values of the items by name, for each process.
-
-    Returns:
-      The processes with each value of an item, by the item and the value as text. An item that a
-      process lacks has the value '(none)' there.
+    `values` are the values of the items by name, for each process. Returns the processes with each
+    value of an item, by the item and the value as text. An item that a process lacks has the value
+    '(none)' there.
     """
     names = dict.fromkeys(name for one in values for name in one)
     found: dict[str, dict[str, list[int]]] = {}

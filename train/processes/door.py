@@ -46,13 +46,12 @@ class _Guest:
 class Door:
     """Lets the processes of a run in.
 
+    `turned_away` is the hosts of guests that were turned away, with the reason, and how often.
+
     Args:
       listeners: sockets that listen, which the door closes at its end.
       secret: the secret of the run.
       seconds: how long a guest may take to say who it is.
-
-    Attributes:
-      turned_away: the hosts of guests that were turned away, with the reason, and how often.
     """
 
     def __init__(

@@ -61,17 +61,14 @@ def find_processes(
 
     It knows Slurm, Open MPI, Cloud TPUs in GKE with one slice or several, JobSets and indexed jobs
     of Kubernetes, and the variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
-    Open MPI inside a Slurm job is read, and Slurm is not: it describes the programs of Open MPI.
-
-    On Cloud TPU VMs the variables say nothing, but a server of metadata does:
-    `find_processes({**read_metadata(), **os.environ})`.
+    Open MPI inside a Slurm job is read, and Slurm is not: it describes the programs of Open MPI. On
+    Cloud TPU VMs the variables say nothing, but a server of metadata does:
+    `find_processes({**read_metadata(), **os.environ})`. Raises a ConfigError if variables are
+    missing, malformed or contradict each other.
 
     Args:
       coordinator_address: host:port of process 0, if the user has given it; it wins over all
         variables.
-
-    Raises:
-      ConfigError: if variables are missing, malformed or contradict each other.
     """
     named = {_ADDRESS: coordinator_address} if coordinator_address else {}
     systems: list[_Found] = []

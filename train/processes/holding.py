@@ -66,6 +66,8 @@ def hold_folder(
 ) -> Iterator[Holding | None]:
     """Holds a folder in a context. All processes of a run enter it together; process 0 holds it.
 
+    Raises a FolderInUse if another run holds it, and a ConfigError if it cannot be written.
+
     Args:
       setting: the setting that names the folder, for messages.
       folder: the folder. It is created if it does not exist, and removed if it stays empty.
@@ -74,10 +76,6 @@ def hold_folder(
 
     Yields:
       What says whether the folder is still held, or None in processes other than 0.
-
-    Raises:
-      FolderInUse: if another run holds it.
-      ConfigError: if it cannot be written.
     """
     held: Holding | None = None
     try:
@@ -114,9 +112,7 @@ class Holding:
     def take(self, say: Callable[[str], None]) -> None:
         """Takes the folder, from runs that are dead if necessary.
 
-        Raises:
-          FolderInUse: if another run holds it.
-          OSError: if it cannot be written.
+        Raises a FolderInUse if another run holds it, and an OSError if it cannot be written.
         """
         self._files.create()
         own = Claim(
@@ -203,9 +199,8 @@ class Holding:
     def check(self) -> None:
         """Checks that the folder is still held, before something is written to it.
 
-        Raises:
-          FolderLost: if another run has taken it over while this one was suspended. A command, or
-            a run of several processes, ends here.
+        Raises a FolderLost if another run has taken it over while this one was suspended. A
+        command, or a run of several processes, ends here.
         """
         if self._lost is None and self._timing.now() - self._signed > 2 * SECONDS_BETWEEN_SIGNS:
             self._sign()

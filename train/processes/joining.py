@@ -42,13 +42,12 @@ def find_address(
 ) -> ProcessAddress | None:
     """Finds the place of this process in flags or the environment, or None if it is alone.
 
+    Raises a ConfigError if only some of the three are given, if the index is out of range, or if
+    the environment says nothing of processes.
+
     Args:
       coordinator_address: host:port of process 0.
       auto_detect: whether the environment says the rest.
-
-    Raises:
-      ConfigError: if only some of the three are given, if the index is out of range, or if the
-        environment says nothing of processes.
     """
     if coordinator_address and process_count is not None and process_index is not None:
         check_index(process_index, process_count, '--process_index', '--process_count')
@@ -73,11 +72,9 @@ def find_address(
 def join_processes(address: ProcessAddress, limits: Limits | None = None) -> None:
     """Connects this process to the others of its run: through a channel, and then through jax.
 
-    `limits` says how long the processes wait for each other, by default `Limits()`.
-
-    Raises:
-      ConfigError: if the processes have different packages.
-      NotTogether: if the processes cannot connect in time.
+    `limits` says how long the processes wait for each other, by default `Limits()`. Raises a
+    ConfigError if the processes have different packages, and a NotTogether if the processes cannot
+    connect in time.
     """
     limits = limits or Limits()
     count, index = address.process_count, address.process_index
@@ -126,19 +123,14 @@ def read_metadata(server: str | None = None, wait: float = 1.0) -> dict[str, str
     """Asks the server of metadata of Google Cloud for the place of this machine in a TPU slice.
 
     Each machine of Google Cloud has such a server. Other machines do not know its name, and learn
-    this at once.
+    this at once. Returns the variables that GKE would set in the environment, for `find_processes`:
+    TPU_WORKER_ID, TPU_WORKER_HOSTNAMES, and for several slices those that begin with MEGASCALE_.
+    Empty if this is not a Cloud TPU VM. Raises a ConfigError if the server fails, or its answer is
+    not understood.
 
     Args:
       server: host or host:port of the server; by default GCE_METADATA_IP, or the usual name.
       wait: the seconds between two tries if the server does not answer.
-
-    Returns:
-      The variables that GKE would set in the environment, for `find_processes`: TPU_WORKER_ID,
-      TPU_WORKER_HOSTNAMES, and for several slices those that begin with MEGASCALE_. Empty if this
-      is not a Cloud TPU VM.
-
-    Raises:
-      ConfigError: if the server fails, or its answer is not understood.
     """
     server = server or os.environ.get('GCE_METADATA_IP') or _METADATA
     worker = _ask(server, 'agent-worker-number', wait)
@@ -204,12 +196,10 @@ def relay(address: str) -> str:
     for lost connections aborts the process as well, because jaxlib 0.10 cannot convert its
     argument. Behind the relay, jax learns nothing, and the channel ends this process with one line
     and its exit code. Without any sign from the coordinator, jax still aborts after its own limit.
+    Returns the address to connect to instead, on this host.
 
     Args:
       address: host:port of the coordinator.
-
-    Returns:
-      The address to connect to instead, on this host.
     """
     listener = socket.create_server(('127.0.0.1', 0))
     if any(os.environ.get(name) for name in _PROXIES):  # gRPC would ask it even for this host.

@@ -33,8 +33,7 @@ SECONDS_FOR_THE_HUB = 3.0
 class Member:
     """One process of a run, connected to the hub.
 
-    Args:
-      limits: how long processes wait for each other.
+    `limits` are how long processes wait for each other.
 
     Attributes:
       stacks: the folder for the stacks of a process that is stuck.
@@ -95,8 +94,7 @@ class Member:
     def tick(self) -> None:
         """Passes a tick: a signal to any process takes effect here, on all of them.
 
-        Raises:
-          Interrupted: if a signal stops the run here and the caller can be interrupted.
+        Raises an Interrupted if a signal stops the run here and the caller can be interrupted.
         """
         with self._changed:
             self._ticks += 1

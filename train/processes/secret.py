@@ -31,12 +31,8 @@ def find_secret(environ: Mapping[str, str], config_home: Path | None = None) -> 
     It is the text of MESHWRIGHT_SECRET, or of the file of MESHWRIGHT_SECRET_FILE. Without either,
     it is in meshwright/secret below the user's folder of configurations, and is made there once:
     processes of one user on one host, or on hosts with a shared home, need no setting.
-
-    Args:
-      config_home: the folder of configurations, by default XDG_CONFIG_HOME or ~/.config.
-
-    Raises:
-      ConfigError: if both are set, if the secret is short, or if others may read the file.
+    `config_home` is the folder of configurations, by default XDG_CONFIG_HOME or ~/.config. Raises a
+    ConfigError if both are set, if the secret is short, or if others may read the file.
     """
     text, file = environ.get(VARIABLE), environ.get(FILE_VARIABLE)
     if text is not None and file is not None:

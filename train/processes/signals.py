@@ -129,10 +129,8 @@ def received() -> signal.Signals | None:
 def handle() -> Iterator[None]:
     """Handles signals in a context, and afterwards leaves them to the earlier handlers.
 
-    It has no effect outside the main thread. Another such context may be around it.
-
-    Raises:
-      Interrupted: if a signal arrives while there is nothing to save.
+    It has no effect outside the main thread. Another such context may be around it. Raises an
+    Interrupted if a signal arrives while there is nothing to save.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -192,12 +190,11 @@ def share(forward: Callable[[int, bool], None], leave: Callable[[], None]) -> No
 def deliver(signum: int, receiver: int) -> None:
     """Acts on a signal that one of the processes has received. The main thread calls it.
 
+    Raises an Interrupted if there is nothing to save, or the caller can be interrupted.
+
     Args:
       signum: the signal.
       receiver: the process that received it.
-
-    Raises:
-      Interrupted: if there is nothing to save, or the caller can be interrupted.
     """
     if handling.active and handling.received is None:
         handling.received, handling.receiver = signal.Signals(signum), receiver
@@ -228,8 +225,7 @@ os.register_at_fork(after_in_child=leave_to_others)
 def defer() -> None:
     """Notes signals from now on, because there is a state to save.
 
-    Raises:
-      Interrupted: if there was a signal already.
+    Raises an Interrupted if there was a signal already.
     """
     if handling.active:
         handling.saves = True
@@ -240,8 +236,7 @@ def defer() -> None:
 def interruptible() -> Iterator[None]:
     """Lets a signal end the body of a context, also after `defer`.
 
-    Raises:
-      Interrupted: if there is a signal during the body, or was one before it.
+    Raises an Interrupted if there is a signal during the body, or was one before it.
     """
     if not handling.active:
         yield

@@ -99,9 +99,8 @@ def raise_on_all_processes(title: str = 'a part of the run') -> Iterator[None]:
     """Raises an error on every process if the body fails on any of them.
 
     Without it, the other processes would wait for the one that failed. All processes must enter the
-    context together. The body must not contain anything that waits for other processes.
-
-    `title` is what the body does, for the message about a process that is late.
+    context together. The body must not contain anything that waits for other processes. `title` is
+    what the body does, for the message about a process that is late.
 
     Raises:
       Exception: the body's own error, on the processes where it failed.
@@ -139,13 +138,12 @@ def _config_error(name: str) -> type[ConfigError]:
 def check_same(title: str, values: Mapping[str, Any], advice: str) -> None:
     """Checks that all processes have the same values.
 
+    Raises a Disagreement if they differ, on all processes, with a table.
+
     Args:
       title: what the processes do at this point.
       values: JSON values by the names of the items. Large ones are sent only if they differ.
       advice: what to do if they differ.
-
-    Raises:
-      Disagreement: if they differ, on all processes, with a table.
     """
     if jax.process_count() == 1:
         return
@@ -171,13 +169,12 @@ def check_same_step(step: int) -> None:
 def check_shared_folder(setting: str, folder: epath.Path) -> None:
     """Checks that all processes see the same folder, by a file that process 0 writes for a moment.
 
+    Raises a Disagreement if a process does not see what process 0 writes, and a ConfigError if
+    process 0 cannot write to it.
+
     Args:
       setting: the name of the setting, for the message.
       folder: the folder. It is created if it does not exist.
-
-    Raises:
-      Disagreement: if a process does not see what process 0 writes.
-      ConfigError: if process 0 cannot write to it.
     """
     if jax.process_count() == 1:
         return

@@ -32,14 +32,13 @@ REFUSAL = b'another secret'
 class Connection:
     """One end of a connection. Any thread may send; one thread receives.
 
+    `refused` says whether the other end has said that it has another secret.
+
     Args:
       sock: a connected socket, which belongs to this object from now on.
       seals: the seals of what this end sends and of what it receives. Without them, lines are not
         sealed: both ends are in one process.
       unread: what has been read from the socket already.
-
-    Attributes:
-      refused: whether the other end has said that it has another secret.
     """
 
     def __init__(
@@ -65,13 +64,9 @@ class Connection:
     def receive(self, seconds: float | None = None) -> Message | None:
         """Waits for the next message.
 
-        `seconds` is how long to wait for all of it, by default for ever.
-
-        Returns:
-          The message, or None if the other end has closed the connection or sends something else.
-
-        Raises:
-          TimeoutError: if it does not arrive in time.
+        `seconds` is how long to wait for all of it, by default for ever. Returns the message, or
+        None if the other end has closed the connection or sends something else. Raises a
+        TimeoutError if it does not arrive in time.
         """
         line = self._read_line(seconds)
         if line is not None and self._seals:
@@ -102,11 +97,8 @@ class Connection:
     def greet(self, secret: bytes, seconds: float) -> bool:
         """Exchanges greetings with the host, after which lines are sealed.
 
-        Returns:
-          Whether the other end has greeted; otherwise it is another program.
-
-        Raises:
-          TimeoutError: if it says nothing in time.
+        Returns whether the other end has greeted; otherwise it is another program. Raises a
+        TimeoutError if it says nothing in time.
         """
         own = os.urandom(NONCE_BYTES)
         with contextlib.suppress(OSError):

@@ -65,8 +65,7 @@ class SafeConsole(Console):
 class RunConsole:
     """Prints the progress of a run. Only process 0 prints.
 
-    Args:
-      console: where to print, by default standard output.
+    `console` is where to print, by default standard output.
 
     Attributes:
       is_terminal: whether the output goes to a terminal.
@@ -216,8 +215,7 @@ class RunConsole:
     def files(self, files: Mapping[str, Any]) -> None:
         """Prints the paths of the run's files that exist.
 
-        Args:
-          files: the paths, by what they contain.
+        `files` are the paths, by what they contain.
         """
         self.heading('files')
         width = max(map(len, files), default=0)

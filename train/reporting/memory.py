@@ -29,14 +29,13 @@ def check_fits(
 ) -> None:
     """Checks that every device has the memory for the state, and for the step if it is compiled.
 
+    Raises a ConfigError if the memory does not suffice, with the nearest mesh where it does.
+
     Args:
       plan: the plan of the state.
       partitioner: the partitioner that made the plan.
       compiled: the compiled train step, whose memory includes the state.
       limit: the memory of a device in bytes, by default the memory of the devices of the mesh.
-
-    Raises:
-      ConfigError: if the memory does not suffice, with the nearest mesh where it does.
     """
     mesh, state = partitioner.mesh, plan.bytes_per_device
     if limit is None and not isinstance(mesh, AbstractMesh):
@@ -67,8 +66,7 @@ def _refuse(plan: Plan, partitioner: BasePartitioner, needed: int, limit: int) -
 def memory_advice(plan: Plan, partitioner: BasePartitioner) -> Iterator[None]:
     """Says on which mesh a state fits if the compiler finds that the train step does not.
 
-    Raises:
-      ConfigError: as `check_fits`, in place of an OutOfMemoryError.
+    Raises a ConfigError as `check_fits`, in place of an OutOfMemoryError.
     """
     try:
         yield

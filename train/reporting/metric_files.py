@@ -28,13 +28,8 @@ class AppendedFile:
 
     A local file has each record at once. A record that could not be written, for example because
     the disk is full, leaves nothing behind, and is written with the next one. A file in a store of
-    objects is written as a whole every SECONDS_BETWEEN_UPLOADS and at the end.
-
-    Args:
-      path: the file, which need not exist.
-
-    Raises:
-      OSError: if a file in a store exists, but cannot be read.
+    objects is written as a whole every SECONDS_BETWEEN_UPLOADS and at the end. `path` is the file,
+    which need not exist. Raises an OSError if a file in a store exists, but cannot be read.
     """
 
     def __init__(self, path: epath.Path):
@@ -47,8 +42,7 @@ class AppendedFile:
     def append(self, record: bytes) -> None:
         """Writes a record, after those that could not be written before.
 
-        Raises:
-          OSError: if it cannot be written now.
+        Raises an OSError if it cannot be written now.
         """
         self._waiting.append(record)
         if not self._remote:
@@ -64,11 +58,7 @@ class AppendedFile:
             unfinished.write_bytes(contents)
 
     def close(self) -> None:
-        """Writes what is left.
-
-        Raises:
-          OSError: if it cannot be written.
-        """
+        """Writes what is left. Raises an OSError if it cannot be written."""
         if self._remote:
             self._upload()
         elif self._waiting:
@@ -132,8 +122,7 @@ class EventFile:
     def write_scalars(self, step: int, scalars: Iterable[tuple[str, float]]) -> None:
         """Writes numbers by name, in one event.
 
-        Raises:
-          OSError: if the file cannot be written now. The next call writes them, too.
+        Raises an OSError if the file cannot be written now. The next call writes them, too.
         """
         make = self._package('tensorboardX.summary').scalar
         self._write(step, [make(name, value) for name, value in scalars])
@@ -144,11 +133,7 @@ class EventFile:
         self._write(step, [make(name, value) for name, value in texts])
 
     def close(self) -> None:
-        """Writes what is left.
-
-        Raises:
-          OSError: if it cannot be written.
-        """
+        """Writes what is left. Raises an OSError if it cannot be written."""
         self._file.close()
 
     def _write(self, step: int, summaries: Iterable[Any]) -> None:

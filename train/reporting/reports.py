@@ -163,9 +163,8 @@ BAR_WIDTH = 48
 def score_chart(scores: Mapping[str, float]) -> Table:
     """Returns a bar chart of the bits per byte of a model and of baselines, the best first.
 
-    Args:
-      scores: bits per byte, by name. The first is the model's, which a terminal highlights. Scores
-        that are not finite are left out.
+    `scores` bits per byte, by name. The first is the model's, which a terminal highlights. Scores
+    that are not finite are left out.
     """
     model = next(iter(scores))
     finite = {name: score for name, score in scores.items() if math.isfinite(score)}

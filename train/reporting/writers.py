@@ -65,16 +65,14 @@ class Writers:
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Writes one record of a step. All processes must call it together.
 
-        Raises:
-          OSError: if a writer fails and the policy is to stop.
+        Raises an OSError if a writer fails and the policy is to stop.
         """
         self._call('written', lambda writer: writer.write(step, scalars))
 
     def forget(self, step: int, names: Collection[str]) -> None:
         """Drops the records of evaluators at a step, which are about to be written again.
 
-        Raises:
-          OSError: as `write`.
+        Raises an OSError as `write`.
         """
 
         def drop(writer: Any) -> None:
@@ -86,8 +84,7 @@ class Writers:
     def close(self) -> None:
         """Closes every writer, even if one fails.
 
-        Raises:
-          OSError: if a writer fails and the policy is to stop.
+        Raises an OSError if a writer fails and the policy is to stop.
         """
         self._call('completed', lambda writer: writer.close(), together=False)
 

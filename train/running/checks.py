@@ -55,9 +55,8 @@ def agree_on_program(lowered: Any) -> None:
 class UnexpectedLayout(ConfigError):
     """The layout of a run differs from the expected one.
 
-    Attributes:
-      details: the differences, as lines of text, which a command prints after the message. It has
-        no default in the class, which would hide the value in the copies that gin makes of errors.
+    `details` are the differences, as lines of text, which a command prints after the message. It
+    has no default in the class, which would hide the value in the copies that gin makes of errors.
     """
 
     def __init__(self, message: str, details: str):
@@ -70,7 +69,6 @@ def check_plan(plan: Plan, expected: str | os.PathLike[str]) -> None:
 
     Other compiler options are accepted, because they depend on the kind of the devices, and the
     plan may have been made on a machine without them. They are listed with other differences.
-
     `expected` is a plan file, or the folder of a run.
 
     Raises:

@@ -70,14 +70,12 @@ def evaluate(
 def restore_for_evaluation(run: Run, restore: RestoreConfig | None = None) -> TrainState:
     """Restores a state with the step, the parameters and other variables. Its `opt_state` is None.
 
-    The parameters are their averages, if the run keeps these and evaluates them.
+    The parameters are their averages, if the run keeps these and evaluates them. Raises a
+    ConfigError if there is no checkpoint, or if it belongs to another model or tokenizer.
 
     Args:
       run: the run whose plan lays out the arrays.
       restore: the checkpoint, by default the newest one of the run.
-
-    Raises:
-      ConfigError: if there is no checkpoint, or if it belongs to another model or tokenizer.
     """
     saved: CheckpointReader
     with run.console.phase('looking for checkpoints'):

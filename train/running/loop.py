@@ -63,10 +63,8 @@ def evaluate_at_start(
     """Runs the evaluators that are due before the first step, and returns what they write.
 
     If a signal interrupted evaluators at this step, only these run. If the run is finished, all
-    print their scores. Otherwise, all run if `evaluate_first` is set or `total_steps` is 0.
-
-    Raises:
-      Interrupted: if a signal ends one of them.
+    print their scores. Otherwise, all run if `evaluate_first` is set or `total_steps` is 0. Raises
+    an Interrupted if a signal ends one of them.
     """
     config, step, scores = run.config, start.step, dict[str, float]()
     state = run.to_evaluate(state)
@@ -92,10 +90,8 @@ def completing(saved: Checkpoints, say: Callable[[str], None]) -> Iterator[None]
     """Completes the saves that have begun, however the body ends.
 
     `say` prints the failure of a save if the body fails, too; then the body's error is raised.
-
-    Raises:
-      ConfigError: if only a save fails, even if `on_failure` is 'continue', because the last state
-        of the run would be lost.
+    Raises a ConfigError if only a save fails, even if `on_failure` is 'continue', because the last
+    state of the run would be lost.
     """
     try:
         yield
@@ -114,10 +110,8 @@ def completing(saved: Checkpoints, say: Callable[[str], None]) -> Iterator[None]
 def report_failed_save(run: Run, saved: Checkpoints, step: int) -> None:
     """Prints why a save in the background has failed, if one has.
 
-    All processes must call it together.
-
-    Raises:
-      ConfigError: if `CheckpointConfig.on_failure` is 'stop'.
+    All processes must call it together. Raises a ConfigError if `CheckpointConfig.on_failure` is
+    'stop'.
     """
     try:
         with raise_on_all_processes():
@@ -163,9 +157,8 @@ def evaluate_until_signal(
 ) -> tuple[dict[str, float], tuple[str, ...]]:
     """Runs evaluators until a signal arrives, and writes their scores as one record.
 
-    Returns:
-      The scores, and the names of the evaluators that did not finish because of a signal. If there
-      are any, nothing is written: the resumed run writes the whole record.
+    Returns the scores, and the names of the evaluators that did not finish because of a signal. If
+    there are any, nothing is written: the resumed run writes the whole record.
     """
     scores, pending = dict[str, float](), list(evaluators)
     with contextlib.suppress(Interrupted):

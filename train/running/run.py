@@ -255,9 +255,8 @@ def open_tasks(
 ) -> tuple[OpenTask, dict[str, OpenTask]]:
     """Opens the training task and the tasks of the evaluators.
 
-    Raises:
-      ConfigError: if a task cannot be opened, if the vocabulary of the model is too small, or if
-        tasks have different tokenizers.
+    Raises a ConfigError if a task cannot be opened, if the vocabulary of the model is too small, or
+    if tasks have different tokenizers.
     """
     tasks: dict[str, Task] = {}
     for name, evaluator in evaluators.items():

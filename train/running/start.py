@@ -50,9 +50,8 @@ class Start(NamedTuple):
 def find_start(run: Run, saved: Checkpoints) -> Start:
     """Finds the start of a run: its own newest checkpoint, another run's checkpoint, or step 0.
 
-    Raises:
-      ConfigError: if the checkpoint cannot be continued with the data or the steps of the run, or
-        if processes find different checkpoints.
+    Raises a ConfigError if the checkpoint cannot be continued with the data or the steps of the
+    run, or if processes find different checkpoints.
     """
     config, changes = run.config, list[str]()
     source: CheckpointReader = saved
@@ -85,8 +84,7 @@ def find_start(run: Run, saved: Checkpoints) -> Start:
 def _compare_with_run(run: Run, saved: Checkpoints, start: Start) -> Start:
     """Compares the arrays of a checkpoint with the arrays of the run. Skips damaged checkpoints.
 
-    Raises:
-      ConfigError: if they differ, and the settings do not say what to do about it.
+    Raises a ConfigError if they differ, and the settings do not say what to do about it.
     """
     while start.restored is not None:
         try:
@@ -119,13 +117,9 @@ def _start_from(
 def restore_state(run: Run, saved: Checkpoints, start: Start) -> tuple[TrainState | None, Start]:
     """Restores the state from which a run starts. A damaged checkpoint is skipped with a warning.
 
-    Returns:
-      The state, or None if the run starts from scratch; and the start of the run, which is an older
-      one if the checkpoint is damaged.
-
-    Raises:
-      ConfigError: if the checkpoint has other arrays than the run, or if it is damaged and there is
-        no older one.
+    Returns the state, or None if the run starts from scratch; and the start of the run, which is an
+    older one if the checkpoint is damaged. Raises a ConfigError if the checkpoint has other arrays
+    than the run, or if it is damaged and there is no older one.
     """
     initialize = functools.partial(initialize_some, run)
     while start.restored is not None:
@@ -141,8 +135,7 @@ def restore_state(run: Run, saved: Checkpoints, start: Start) -> tuple[TrainStat
 def _older_start(run: Run, saved: Checkpoints, start: Start, damage: DamagedCheckpoint) -> Start:
     """The start from the next older checkpoint, before anything is written.
 
-    Raises:
-      DamagedCheckpoint: if there is none, or if the settings name the damaged one.
+    Raises a DamagedCheckpoint if there is none, or if the settings name the damaged one.
     """
     source, restore, is_own = start.source, run.config.restore, start.source is saved
     if not is_own and (restore is None or restore.is_one):
@@ -161,14 +154,12 @@ def roll_back(
 ) -> tuple[TrainState, int]:
     """Restores a checkpoint of a run, as the state after a later step.
 
-    The optimizer's own count of updates stays as it was saved.
+    The optimizer's own count of updates stays as it was saved. Returns the state, and the step of
+    its checkpoint, which is an earlier one if the newest is damaged.
 
     Args:
       newest: the step of the checkpoint.
       step: the step number of the state. The batches of the steps in between are passed over.
-
-    Returns:
-      The state, and the step of its checkpoint, which is an earlier one if the newest is damaged.
     """
     state, start = restore_state(run, saved, Start(step, saved, newest))
     assert state is not None and start.restored is not None
@@ -196,15 +187,12 @@ def open_feed(run: Run, start: Start) -> Feed:
 def write_run_files(run: Run, data_after: int = 0, *, resumes: bool = False) -> dict[str, str]:
     """Creates the folder of a run, and writes its configuration, layout and data record.
 
+    Returns the files that each checkpoint contains, too, by name. Other processes than 0 need none.
+    Raises a ConfigError if the folder cannot be written.
+
     Args:
       data_after: the step after which its data begins.
       resumes: whether the run goes on from its own checkpoint. It then says which settings changed.
-
-    Returns:
-      The files that each checkpoint contains, too, by name. Other processes than 0 need none.
-
-    Raises:
-      ConfigError: if the folder cannot be written.
     """
     folder, plan = run.directory, run.plan
     with (

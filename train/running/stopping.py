@@ -97,11 +97,9 @@ class StopConditions:
     def check(self, scalars: Mapping[str, float]) -> str | None:
         """Returns why the run ends after these metrics, or None. Every process must call it.
 
-        Process 0 decides, because metrics that users compute may differ between processes.
-
-        Raises:
-          ConfigError: if the evaluator of a metric has run and does not report the metric.
-          FloatingPointError: if a metric must be finite and is not.
+        Process 0 decides, because metrics that users compute may differ between processes. Raises a
+        ConfigError if the evaluator of a metric has run and does not report the metric, and a
+        FloatingPointError if a metric must be finite and is not.
         """
         reasons = []
         for condition, values in zip(self._conditions, self._values, strict=True):
@@ -163,8 +161,7 @@ def _zero_if_finite(tree: Any) -> jax.Array:
 class NotFinite(NamedTuple):
     """A step after which something is not finite.
 
-    Attributes:
-      parts: the parts that are not finite, such as 'the loss'.
+    `parts` are the parts that are not finite, such as 'the loss'.
     """
 
     step: int
@@ -235,13 +232,12 @@ class Health:
     def go_back(self, bad: NotFinite, newest: int | None, last_step: int) -> str:
         """Notes that a run goes back to its newest checkpoint, and returns the line that says so.
 
+        Raises a FloatingPointError if the policy does not go back, or if the run cannot. Its
+        message says what is not finite, and what to do.
+
         Args:
           bad: the step that is not finite.
           newest: the step of the newest good checkpoint, or None.
-
-        Raises:
-          FloatingPointError: if the policy does not go back, or if the run cannot. Its message says
-            what is not finite, and what to do.
         """
         times = self._gone_back_to.count(newest) if newest is not None else 0
         if (

@@ -135,8 +135,7 @@ class RestoreCheckpointConfig:
     def translated(self) -> T5XRestore | None:
         """The one checkpoint that these settings name, or None if nothing is restored.
 
-        Raises:
-          ConfigError: if they name several.
+        Raises a ConfigError if they name several.
         """
         if self.mode == 'all' and self._paths:
             why = "a run starts from one checkpoint; write 'latest' or 'specific'"
@@ -149,8 +148,7 @@ class RestoreCheckpointConfig:
     def each(self) -> list[T5XRestore]:
         """All checkpoints that these settings name, in their order.
 
-        Raises:
-          ConfigError: if there are none in a folder, in mode 'all'.
+        Raises a ConfigError if there are none in a folder, in mode 'all'.
         """
         if self.mode != 'all':
             return [self._restore(path, self.mode) for path in self._paths]

@@ -59,10 +59,8 @@ class UpcycleCheckpointer(Checkpointer):
     """Restores a dense checkpoint into a model with experts, as a `checkpointer_cls`.
 
     Every expert starts with a copy of the dense layer. Arrays of experts have 'expert/' in their
-    names, and `assignment_map` says which array of the checkpoint they start from.
-
-    Attributes:
-      num_experts: the number of experts of each layer.
+    names, and `assignment_map` says which array of the checkpoint they start from. `num_experts`
+    are the number of experts of each layer.
     """
 
     num_experts: int
@@ -214,8 +212,7 @@ class T5XRestore(checkpoints.RestoreConfig):
     def all(self) -> list[T5XRestore]:
         """All checkpoints in the folder `path`, in the order of their steps, or the one there.
 
-        Raises:
-          ConfigError: if there are none.
+        Raises a ConfigError if there are none.
         """
         if self.named:
             return [dataclasses.replace(self, mode='specific')]
@@ -237,8 +234,7 @@ def open_t5x_checkpoints(
 ) -> checkpoints.Checkpoints:
     """Opens the checkpoints of a run, which T5X or this trainer has begun.
 
-    Raises:
-      ConfigError: if the folder has checkpoints of T5X and of this trainer.
+    Raises a ConfigError if the folder has checkpoints of T5X and of this trainer.
     """
     own, t5x = saved_steps(model_dir / 'checkpoints'), t5x_steps(model_dir)
     if own and t5x:

@@ -124,11 +124,7 @@ class DatasetConfig:
 
     @property
     def task(self) -> Task:
-        """The task as it is, in any form.
-
-        Raises:
-          ConfigError: if no task has this name.
-        """
+        """The task as it is, in any form. Raises a ConfigError if no task has this name."""
         return seqio.get_mixture_or_task(
             self.mixture_or_task_name,
             module=self.module,
@@ -140,8 +136,7 @@ class DatasetConfig:
     def lengths(self, task: Task) -> Lengths:
         """The numbers of tokens in a row of the task.
 
-        Raises:
-          ConfigError: if they do not fit to the task.
+        Raises a ConfigError if they do not fit to the task.
         """
         lengths, key = self.task_feature_lengths, f'{KEY}.task_feature_lengths'
         with_inputs = has_inputs(task)

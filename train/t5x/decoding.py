@@ -42,6 +42,8 @@ def temperature_sample(
 ) -> Decoded:
     """Samples sequences token by token; see `train.decoding.sample`.
 
+    Raises a ConfigError if both `topk` and `topp` are set, or if a setting is impossible.
+
     Args:
       inputs: the prompts, int32 [batch, length], shifted right; 0 where no token is given.
       cache: the cache of the model.
@@ -62,9 +64,6 @@ def temperature_sample(
 
     Returns:
       Tokens int32 [batch, num_decodes, length] and scores [batch, num_decodes], the best one last.
-
-    Raises:
-      ConfigError: if both `topk` and `topp` are set, or if a setting is impossible.
     """
     if topk and topp:
         raise ConfigError(

@@ -192,7 +192,9 @@ def save(
     The inputs of the program have T5X's names: 'encoder_input_tokens' and 'decoder_input_tokens',
     or 'decoder_input_tokens' and 'decoder_causal_attention' of a decoder, int32 [batch, length];
     for scores, 'decoder_target_tokens' and 'decoder_loss_weights' as well. The outputs are 'tokens'
-    and 'scores' of `predict_batch_with_aux`, or 'scores' of `score_batch`.
+    and 'scores' of `predict_batch_with_aux`, or 'scores' of `score_batch`. Returns the description
+    of the program. Raises a ConfigError if a setting cannot be honoured, or if there is no such
+    checkpoint.
 
     Args:
       model: the network, its vocabularies and its decoding.
@@ -221,12 +223,6 @@ def save(
       output_vocab_feature_name: has no effect; the description names both vocabularies.
       signature_name: a name for the description.
       create_polymorphic_shapes_fn: checked only.
-
-    Returns:
-      The description of the program.
-
-    Raises:
-      ConfigError: if a setting cannot be honoured, or if there is no such checkpoint.
     """
     settings, console = dict(locals()), RunConsole()
     for note in _check(settings):

@@ -17,8 +17,7 @@ from train.t5x.refusals import refusal
 class SummaryWriter:
     """Writes texts and numbers for TensorBoard, by the names of T5X's writers.
 
-    Args:
-      directory: the folder of the event files.
+    `directory` is the folder of the event files.
     """
 
     def __init__(self, directory: epath.Path):

@@ -57,7 +57,8 @@ def infer(
     """Writes what a checkpoint predicts for every example, one line of JSON per example.
 
     The files are `<output_dir>/<task>-<mode>.jsonl-<shard>-of-<shards>`. A command that was stopped
-    resumes after its last finished part.
+    resumes after its last finished part. Raises a ConfigError if a setting cannot be honoured, or
+    if there is no checkpoint.
 
     Args:
       mode: 'predict' writes predictions, 'predict_with_aux' also the scores of the predictions, and
@@ -83,9 +84,6 @@ def infer(
       file_extension: the extension in the names of the files.
       keep_aux_as_numpy: has no effect on the files.
       use_orbax: has no effect; checkpoints of both formats are read.
-
-    Raises:
-      ConfigError: if a setting cannot be honoured, or if there is no checkpoint.
     """
     settings = dict(locals())
     for name in ('write_fn', 'merge_fn'):
@@ -142,6 +140,9 @@ def create_task_from_tfexample_file(
 ) -> Task:
     """Returns a task whose examples are the `tf.train.Example`s in TFRecord files.
 
+    Returns a task whose split 'infer' has all examples. Raises a ConfigError if a setting cannot be
+    honoured.
+
     Args:
       paths: the files.
       file_type: must be 'tfrecord'.
@@ -150,12 +151,6 @@ def create_task_from_tfexample_file(
         inputs to predict from.
       features: the vocabularies of 'inputs' and 'targets', and whether each ends in an end token.
       task_id: the name of the task, by default 'infer'.
-
-    Returns:
-      A task whose split 'infer' has all examples.
-
-    Raises:
-      ConfigError: if a setting cannot be honoured.
     """
     key = 'infer_script.create_task_from_tfexample_file'
     check_one_of(f'{key}.file_type', file_type, ('tfrecord',), 'only TFRecords can be read')

@@ -84,8 +84,7 @@ class MultiOptimizer:
     def _labels(self, params: Any) -> Any:
         """The label of the optimizer of each parameter.
 
-        Raises:
-          ConfigError: if several traversals select a parameter, or a traversal selects none.
+        Raises a ConfigError if several traversals select a parameter, or a traversal selects none.
         """
         # New objects, by which the parameters that a traversal yields are found again.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
@@ -116,8 +115,7 @@ OptimizerDef: TypeAlias = Adafactor | MultiOptimizer | Optimizer | optax.Gradien
 def check_optimizer(key: str, value: Any) -> None:
     """Checks that a setting is an optimizer; `key` is its name in a gin file.
 
-    Raises:
-      ConfigError: if it is not, for example if it is a function of optax without parentheses.
+    Raises a ConfigError if it is not, for example if it is a function of optax without parentheses.
     """
     kinds = (Adafactor, MultiOptimizer, Optimizer, optax.GradientTransformation)
     if not isinstance(value, kinds):

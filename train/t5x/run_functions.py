@@ -79,13 +79,12 @@ def restored_run(
 ) -> tuple[TrainConfig, list[RestoreConfig]]:
     """The settings of a run that evaluates checkpoints, without evaluators, and the checkpoints.
 
+    Raises a ConfigError if a setting cannot be honoured.
+
     Args:
       key: the function that gin files configure, for messages.
       settings: all its arguments by name.
       pack: whether a row may hold several examples, by default the setting of the rows.
-
-    Raises:
-      ConfigError: if a setting cannot be honoured.
     """
     why = 'it needs a complete checkpoint'
     check_off(f'{key}.fallback_init_rng', settings['fallback_init_rng'], why)

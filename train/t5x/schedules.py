@@ -35,15 +35,13 @@ def create_learning_rate_scheduler(
       decay_every: decay_factor ** (s // steps_per_decay).
       cosine_decay: half a cosine from 1 to 0 over steps_per_cycle after the warmup, repeated.
 
+    Raises a ConfigError if a number is out of range, and a ValueError if a factor is unknown.
+
     Args:
       factors: the names of the factors, joined by '*'.
       base_learning_rate, warmup_steps, decay_factor, steps_per_decay, steps_per_cycle: see above.
       step_offset: the step that counts as 0.
       min_learning_rate: the lower bound of the rate.
-
-    Raises:
-      ConfigError: if a number is out of range.
-      ValueError: if a factor is unknown.
     """
     if warmup_steps < 0 or steps_per_decay <= 0 or steps_per_cycle <= 0:
         raise ConfigError(

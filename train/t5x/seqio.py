@@ -40,8 +40,7 @@ class TaskRegistry:
     def add(name: str, task: Task) -> None:
         """Adds a task under a name.
 
-        Raises:
-          ConfigError: if another task has the name, or if `task` is not a task.
+        Raises a ConfigError if another task has the name, or if `task` is not a task.
         """
         if not isinstance(task, Task):
             raise ConfigError(
@@ -74,7 +73,7 @@ def get_mixture_or_task(
     module: str | None = None,
     reading: Reading | None = None,
 ) -> Task:
-    """The task with a name.
+    """The task with a name. Raises a ConfigError if no task has this name.
 
     Args:
       name: a name in `tasks`, in `TaskRegistry` or in seqio; or a task, which is returned.
@@ -82,9 +81,6 @@ def get_mixture_or_task(
       module: a module that adds the task. It is imported if no task has this name, and if the user
         allows it.
       reading: how a task of seqio is read.
-
-    Raises:
-      ConfigError: if no task has this name.
     """
     if isinstance(name, Task):
         return name
@@ -123,7 +119,7 @@ def SentencePieceVocabulary(  # seqio's name
     reverse_extra_ids: bool = True,
     use_fast_tokenizer: bool = False,
 ) -> Tokenizer:
-    """The tokenizer of a SentencePiece model.
+    """The tokenizer of a SentencePiece model. Raises a ConfigError if a setting cannot be honoured.
 
     Args:
       sentencepiece_model_file: the path of the model.
@@ -131,9 +127,6 @@ def SentencePieceVocabulary(  # seqio's name
       normalizer_spec_overrides: must be off.
       reverse_extra_ids: must be True: <extra_id_0> is the last token.
       use_fast_tokenizer: has no effect on the tokens.
-
-    Raises:
-      ConfigError: if a setting cannot be honoured.
     """
     key = 'seqio.SentencePieceVocabulary'
     why = 'the normalization is part of the model'
@@ -203,9 +196,8 @@ class TensorBoardLogger:
 class JSONLogger:
     """Writes the scores and the predictions of each task to files in `inference_eval`.
 
-    Attributes:
-      write_n_results: the number of examples that are written with their predictions. None writes
-        all.
+    `write_n_results` are the number of examples that are written with their predictions. None
+    writes all.
     """
 
     write_n_results: int | None = None
@@ -249,8 +241,7 @@ class Evaluator:
 def open_evaluator(key: str, evaluator_cls: Any) -> Evaluator | None:
     """The evaluator of decoded text with the settings of gin files, or None.
 
-    Raises:
-      ConfigError: if it is another class, or if a setting of it cannot be honoured.
+    Raises a ConfigError if it is another class, or if a setting of it cannot be honoured.
     """
     if evaluator_cls is None:
         return None

@@ -53,8 +53,7 @@ class SeqioTask(InputsToTargets):
 def find_task(name: str, reading: Reading) -> Any:
     """The task or mixture of seqio with a name, or None if seqio is not installed or has none.
 
-    Raises:
-      ConfigError: if its vocabulary has no equivalent.
+    Raises a ConfigError if its vocabulary has no equivalent.
     """
     if importlib.util.find_spec('seqio') is None:
         return None
@@ -100,10 +99,7 @@ class SeqioExamples(Source):
 
     The examples are read in the order of the task, and random preprocessing is drawn once. The
     index is built again if the settings or the code of the preprocessors change, but not if the
-    files of the task change: then delete the index.
-
-    Attributes:
-      reading: how it is read.
+    files of the task change: then delete the index. `reading` is how it is read.
     """
 
     task: Any

@@ -31,6 +31,9 @@ def apply_assignment_map(
 ) -> dict[str, Any]:
     """Renames the arrays of a checkpoint.
 
+    Returns the tree of the run's names. Arrays of the checkpoint that no pair uses keep their
+    names. Raises a ConfigError if a pair matches no array, or the checkpoint lacks an array.
+
     Args:
       ckpt_optimizer_state: the arrays of the checkpoint, as a tree.
       optimizer_state: the arrays of the run, as a tree.
@@ -38,12 +41,6 @@ def apply_assignment_map(
         the run, such as 'target/(.*)', and its name in the checkpoint. None leaves the array out.
       require_all_rules_match: whether it is an error if a pair matches no array.
       is_resuming: whether the checkpoint is of the same run. Then nothing is renamed.
-
-    Returns:
-      The tree of the run's names. Arrays of the checkpoint that no pair uses keep their names.
-
-    Raises:
-      ConfigError: if a pair matches no array, or the checkpoint lacks an array.
     """
     stored = _flatten(ckpt_optimizer_state)
     if is_resuming:
@@ -70,10 +67,8 @@ def transform(
 ) -> dict[str, StoredArray]:
     """Applies functions that rename the arrays of a checkpoint, in their order.
 
-    They take the trees of the checkpoint and of the run, which are given as arrays by name.
-
-    Raises:
-      ConfigError: if a function fails, or returns anything but arrays of the checkpoint.
+    They take the trees of the checkpoint and of the run, which are given as arrays by name. Raises
+    a ConfigError if a function fails, or returns anything but arrays of the checkpoint.
     """
     arrays = dict(stored)
     for function in functions:

@@ -135,8 +135,7 @@ def train(
 def translate(settings: Mapping[str, Any]) -> TrainConfig:
     """Translates all arguments of `train`, by name, to the settings of a run.
 
-    Raises:
-      ConfigError: if a setting cannot be honoured.
+    Raises a ConfigError if a setting cannot be honoured.
     """
     _check(settings)
     model, trainer = settings['model'], settings['trainer_cls']()  # gin provides its arguments

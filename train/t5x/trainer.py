@@ -118,8 +118,7 @@ def scale_gradients(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation with the state of `tx`, whose selected gradients are multiplied.
 
-    Raises:
-      ConfigError: in the first update, if a function other than the default selects nothing.
+    Raises a ConfigError in the first update, if a function other than the default selects nothing.
     """
     inner = optax.with_extra_args_support(tx)
 
@@ -183,12 +182,11 @@ def translate_actions(
 ) -> tuple[list[StopCondition], bool]:
     """Returns the conditions that end a run, and whether one is that its training loss is finite.
 
+    Raises a ConfigError if the actions are malformed, or if a task is not evaluated.
+
     Args:
       actions: a list of actions for each mode, or None.
       evaluators: for TRAIN_EVAL and INFER_EVAL, the evaluator of each task, by name.
-
-    Raises:
-      ConfigError: if the actions are malformed, or if a task is not evaluated.
     """
     if actions is not None and not isinstance(actions, Mapping):
         raise refusal(key, actions, "write {'TRAIN': [@trainer.TerminateOnNanAction()]}, or None")

@@ -19,8 +19,7 @@ from train.errors import ConfigError
 def support_s3() -> None:
     """Extends Orbax in this process, once.
 
-    Raises:
-      ConfigError: if Orbax no longer has this function.
+    Raises a ConfigError if Orbax no longer has this function.
     """
     try:
         from orbax.checkpoint._src.serialization import tensorstore_utils

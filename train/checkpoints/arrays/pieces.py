@@ -49,9 +49,8 @@ def chunk_shape(array: StoredArray, max_bytes: int) -> tuple[int, ...]:
     """The shape of the chunks in which the pieces of an array are written.
 
     A chunk is a part of one piece, so it is written once. It has at most `max_bytes`, unless the
-    sizes of the chunks that are read have only large factors.
-
-    `max_bytes` is the size of the largest chunk.
+    sizes of the chunks that are read have only large factors. `max_bytes` is the size of the
+    largest chunk.
     """
     piece = piece_shape(array)
     chunk = list(piece)

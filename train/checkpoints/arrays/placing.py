@@ -198,15 +198,13 @@ def read_all(
 
     Each process reads the pieces of its own shards. A shard that several processes hold is read
     once by all of them together; their devices exchange its pieces. Large arrays come first: their
-    copies need the most memory, and later there is less of it.
+    copies need the most memory, and later there is less of it. Raises an UnreadableArrayError on
+    the processes that cannot read a file. It is raised after all exchanges, because other processes
+    wait for those.
 
     Args:
       stored: the arrays to read, by name.
       wanted: their shapes, dtypes, to which values are converted, and shardings.
-
-    Raises:
-      UnreadableArrayError: on the processes that cannot read a file. It is raised after all
-        exchanges, because other processes wait for those.
     """
     order = by_size(stored)
     reading, arrays = deque[_Reading](), dict[str, jax.Array]()

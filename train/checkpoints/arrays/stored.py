@@ -151,8 +151,7 @@ def as_bfloat16(array: StoredArray) -> StoredArray:
 def with_dtype(array: StoredArray, dtype: np.dtype, name: str) -> StoredArray:
     """An array whose values are converted to another floating-point dtype when they are read.
 
-    Raises:
-      ConfigError: when a slice is read that has finite values beyond the range of the dtype.
+    Raises a ConfigError when a slice is read that has finite values beyond the range of the dtype.
     """
 
     def convert(values: np.ndarray) -> np.ndarray:
@@ -218,13 +217,12 @@ def open_stores(
 ) -> dict[str, StoredArray]:
     """Opens arrays, all at the same time.
 
+    Raises a ValueError if an array is missing or damaged. TensorStore raises it.
+
     Args:
       specs: the TensorStore specification of each array, by its name.
       check: checks the files of a slice, given the name of the array, the store and the slice.
       read_file: reads a slice that is one file into an array, given the same and the array.
-
-    Raises:
-      ValueError: if an array is missing or damaged. TensorStore raises it.
     """
     import tensorstore as ts
 

@@ -76,8 +76,7 @@ class Checkpoint:
 def open_checkpoint(place: Place) -> Checkpoint:
     """Opens the arrays of a checkpoint, without reading any.
 
-    Raises:
-      ConfigError: if its files are missing or damaged.
+    Raises a ConfigError if its files are missing or damaged.
     """
     try:
         if place.items:
@@ -149,9 +148,7 @@ def _format_of_state(path: epath.Path) -> Format:
 def list_steps(folder: epath.Path) -> list[FoundStep]:
     """The steps in the folder of a run, or in a folder of checkpoints, in ascending order.
 
-    Folders that a save has left unfinished are among them.
-
-    `folder` may have none.
+    Folders that a save has left unfinished are among them. `folder` may have none.
     """
     found = list[FoundStep]()
     for directory, prefix in ((folder / 'checkpoints', ''), (folder, ''), (folder, 'checkpoint_')):
@@ -170,10 +167,8 @@ def list_steps(folder: epath.Path) -> list[FoundStep]:
 def examine_place(place: Place) -> FoundStep:
     """The status of a checkpoint of any format, by the names and sizes of its files.
 
-    A folder whose name is not a step may have any step.
-
-    Raises:
-      ConfigError: if a newer version of this package wrote it.
+    A folder whose name is not a step may have any step. Raises a ConfigError if a newer version of
+    this package wrote it.
     """
     step = place.step
     if step is None:
@@ -192,12 +187,11 @@ def examine_place(place: Place) -> FoundStep:
 def choose_place(path: epath.Path, step: int | None = None) -> tuple[Place, list[str]]:
     """Chooses the checkpoint that a path names, and says which newer steps are not complete.
 
+    Raises a ConfigError if there is none.
+
     Args:
       path: a checkpoint, the folder of a run, or a folder of checkpoints.
       step: the step to choose, by default the newest that is complete.
-
-    Raises:
-      ConfigError: if there is none.
     """
     if not path.exists():
         raise ConfigError(f'{path} does not exist')

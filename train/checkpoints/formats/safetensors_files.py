@@ -50,8 +50,7 @@ PICKLED = ('.bin', '.pt', '.pth', '.ckpt')
 class Place(NamedTuple):
     """The position of an array in a file, with its dtype and shape.
 
-    Attributes:
-      offset: the position of its first byte in the file.
+    `offset` is the position of its first byte in the file.
     """
 
     file: epath.Path
@@ -114,8 +113,7 @@ def list_places(path: epath.Path) -> dict[str, Place]:
 def read_header(file: epath.Path) -> dict[str, Place]:
     """Returns the position of each array of one file, by name, from its header.
 
-    Raises:
-      ConfigError: if the file is not a safetensors file, or is truncated.
+    Raises a ConfigError if the file is not a safetensors file, or is truncated.
     """
     if not file.exists():
         raise ConfigError(f'{file} does not exist')
@@ -267,8 +265,7 @@ def as_stored(place: Place) -> StoredArray:
 def read_slice(place: Place, bounds: Bounds) -> np.ndarray:
     """Reads a slice of an array from its file.
 
-    Raises:
-      OSError: if the file cannot be read, or ends too early.
+    Raises an OSError if the file cannot be read, or ends too early.
     """
     values = np.empty([last - first for first, last in bounds], place.dtype)
     if not values.size:

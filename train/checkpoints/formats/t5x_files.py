@@ -151,7 +151,6 @@ def name_in_t5x(name: str, adafactors: Collection[str]) -> str:
     Adafactor is state/param_states/encoder/norm/scale/v. T5X has one number of steps, so the count
     of that Adafactor is state/step as well. The state of any other optax transformation has the
     path that T5X gives it, state/param_states/<path in the state of the transformation>.
-
     `adafactors` says where the states of T5X's Adafactor are, such as 'opt_state/0'.
     """
     field, _, rest = name.partition('/')

@@ -37,8 +37,7 @@ _FACTORED = ('v_row', 'v_col')
 def check_can_write(directory: epath.Path) -> None:
     """Checks that checkpoints of this format can be written to a folder.
 
-    Raises:
-      ConfigError: if several processes would have to write them, or the folder is in a store.
+    Raises a ConfigError if several processes would have to write them, or the folder is in a store.
     """
     why = ''
     if (count := jax.process_count()) > 1:
@@ -94,8 +93,7 @@ class LegacyWriter:
     def wait(self) -> None:
         """Waits until the step has its name.
 
-        Raises:
-          Exception: of many types, if it cannot be written.
+        Raises exceptions of many types, if it cannot be written.
         """
         if self._future is not None:
             future, self._future = self._future, None

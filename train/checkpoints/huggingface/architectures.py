@@ -62,8 +62,7 @@ ARCHITECTURES = {
 def find_architecture(config: ConfigJson) -> Architecture:
     """Returns the architecture that a configuration names.
 
-    Raises:
-      ConfigError: if it is not known.
+    Raises a ConfigError if it is not known.
     """
     name = config.get('model_type')
     if not isinstance(name, str) or name not in ARCHITECTURES:
@@ -77,11 +76,10 @@ def find_architecture(config: ConfigJson) -> Architecture:
 def model_config(config: ConfigJson, **settings: Any) -> ModelConfig:
     """Returns the settings of our model that computes what `config.json` describes.
 
+    Raises a ConfigError if the architecture is not known, or our model cannot compute it.
+
     Args:
       **settings: other settings of our model, such as `dtype` or `scan_layers`.
-
-    Raises:
-      ConfigError: if the architecture is not known, or our model cannot compute it.
     """
     architecture = find_architecture(config)
     try:
@@ -109,8 +107,7 @@ def is_tied(model: ModelConfig) -> bool:
 def describe_model(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     """The `model_type` and the `config.json` of the architecture that computes what our model does.
 
-    Raises:
-      ConfigError: if there is none.
+    Raises a ConfigError if there is none.
     """
     closest: tuple[str, list[str]] = ('', [])
     computed = _computed(model)

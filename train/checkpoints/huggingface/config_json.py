@@ -33,11 +33,7 @@ class ConfigJson:
         return default if value is None else value
 
     def need(self, key: str) -> Any:
-        """A setting that has no default.
-
-        Raises:
-          ConfigError: if it is missing.
-        """
+        """A setting that has no default. Raises a ConfigError if it is missing."""
         if self.get(key) is None:
             raise ConfigError(f'{self.where} has no {key}: a {self.get("model_type")} needs it')
         return self.values[key]
@@ -88,8 +84,7 @@ def read_config(folder: epath.Path) -> ConfigJson:
 def read_config_file(file: epath.Path) -> ConfigJson:
     """Reads the settings of a model from a file.
 
-    Raises:
-      ConfigError: if the file is missing or malformed.
+    Raises a ConfigError if the file is missing or malformed.
     """
     try:
         if (size := file.stat().length) > MAX_BYTES:

@@ -48,8 +48,7 @@ class Pair:
     def sizes(self, shape: tuple[int, ...]) -> Sizes:
         """The size of each dimension of one layer.
 
-        Raises:
-          ConfigError: if our array has another rank.
+        Raises a ConfigError if our array has another rank.
         """
         letters, dimensions = letters_of(self.row.our_dimensions), shape[self.stacked :]
         if len(letters) != len(dimensions):
@@ -100,20 +99,16 @@ def as_ours(
 ) -> dict[str, StoredArray]:
     """Opens the arrays of a model under our names and in our shapes.
 
+    Returns our arrays, without those that the model does not have. An array of the model that is
+    not one of ours keeps its name. Raises a ConfigError if an array has another shape than ours
+    needs, or if the model has only some layers of one of ours.
+
     Args:
       places: the arrays of the files, by name.
       wanted: our arrays by name. Their shapes tell how to divide joined dimensions. The vocabulary
         may be larger than the vocabulary of the model; its last rows are then zeros.
       where: the model, for messages.
       is_tied: whether the output layer is the embedding, so that one in the files is not read.
-
-    Returns:
-      Our arrays, without those that the model does not have. An array of the model that is not one
-      of ours keeps its name.
-
-    Raises:
-      ConfigError: if an array has another shape than ours needs, or if the model has only some
-        layers of one of ours.
     """
     has_prefix = any(name.startswith(table.prefix) for name in places)
     found, used = dict[str, StoredArray](), set[str]()
@@ -207,10 +202,8 @@ def find_targets(
 ) -> dict[str, Target]:
     """Lists the arrays of a model that our parameters become, by name.
 
-    `vocab_size` is the vocabulary of the model, which may be smaller than ours.
-
-    Raises:
-      ConfigError: if the table does not have one of our parameters, or another rank of it.
+    `vocab_size` is the vocabulary of the model, which may be smaller than ours. Raises a
+    ConfigError if the table does not have one of our parameters, or another rank of it.
     """
     pairs = find_pairs(table, ours)
     if unknown := [n for n in ours if n.startswith(PARAMS) and n not in pairs]:

@@ -97,9 +97,8 @@ def bounds_to_read(
 ) -> tuple[Bounds, list[Region]]:
     """The slice of an array that contains the wanted values, and what to do with each dimension.
 
-    The first part of a joined dimension is cut, and the others are read whole.
-
-    `wanted` is the first index and the end along each dimension of the array.
+    The first part of a joined dimension is cut, and the others are read whole. `wanted` is the
+    first index and the end along each dimension of the array.
     """
     found = []
     for group in parse(theirs):

@@ -94,6 +94,9 @@ def plan_model(
 ) -> PlannedModel:
     """Finds out how our parameters become a Hugging Face model. No array is read.
 
+    Raises a ConfigError if no architecture computes what our model does, or if the arrays do not
+    match the architecture.
+
     Args:
       arrays: our parameters by name, below 'params/'. Other arrays are left out.
       model: the settings of our model, from which the architecture and `config.json` follow.
@@ -101,10 +104,6 @@ def plan_model(
         `config.json` and tokenizer are copied, and arrays have the names, the dtypes and the
         vocabulary that they have there.
       dtype: the dtype of floating-point arrays, by default their own dtype, or the dtype in `like`.
-
-    Raises:
-      ConfigError: if no architecture computes what our model does, or if the arrays do not match
-        the architecture.
     """
     if (model is None) == (like is None):
         raise ConfigError('a Hugging Face model needs either model or like: give one of them')

@@ -221,13 +221,12 @@ def _find_lost(source: Checkpoint, format: Format) -> list[str]:
 def write(conversion: Conversion, report: Callable[[int], None]) -> None:
     """Writes the result of a conversion. Few of its arrays are in memory at a time.
 
+    Raises a ConfigError if the source is damaged, or the result cannot be written. What has been
+    written is removed.
+
     Args:
       conversion: what to write.
       report: receives the number of bytes of every piece that has been written.
-
-    Raises:
-      ConfigError: if the source is damaged, or the result cannot be written. What has been written
-        is removed.
     """
     try:
         if conversion.format == 'safetensors':

@@ -80,10 +80,8 @@ def summarize(checkpoint: Checkpoint, pattern: str | None = None) -> Summary:
     """Summarizes one checkpoint.
 
     `pattern` is a regular expression; each array whose name contains it is listed. By default, all
-    arrays are listed in groups.
-
-    Raises:
-      ConfigError: if the pattern is not valid, or no name contains it.
+    arrays are listed in groups. Raises a ConfigError if the pattern is not valid, or no name
+    contains it.
     """
     place, arrays = checkpoint.place, checkpoint.arrays
     record = if_intact(read_record, place.path)
@@ -122,11 +120,7 @@ def _list_arrays(arrays: Mapping[str, StoredArray], pattern: str) -> list[ArrayG
 
 
 def summarize_step(found: FoundStep, place: Place | None = None) -> StepSummary:
-    """Summarizes a step of a run.
-
-    Args:
-      place: its arrays, which are looked for by default.
-    """
+    """Summarizes a step of a run. `place` is its arrays, which are looked for by default."""
     place, path = place or find_place(found.path), found.path
     record = if_intact(read_record, path)
     sizes = find_files(path) if path.is_dir() else {path.name: path.stat().length}

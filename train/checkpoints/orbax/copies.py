@@ -32,14 +32,13 @@ def write_arrays(
 ) -> None:
     """Writes a tree of stored arrays into a new folder, which is there as a whole or not.
 
+    Raises exceptions of many types, if a source cannot be read or the folder cannot be written.
+
     Args:
       tree: dicts and lists of stored arrays, and None.
       report: receives the number of bytes of every piece that has been written.
       texts: the items of the checkpoint that are folders of texts. The arrays are then the item
         'state'. By default, the folder itself has the arrays, as with ocp.StandardCheckpointer.
-
-    Raises:
-      Exception: of many types, if a source cannot be read or the folder cannot be written.
     """
     if str(folder).startswith('s3://'):
         support_s3()

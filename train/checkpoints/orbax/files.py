@@ -25,9 +25,8 @@ _DESCRIPTIONS = {'zarr': '.zarray', 'zarr3': 'zarr.json'}
 def read_orbax(folder: epath.Path) -> dict[str, StoredArray]:
     """Opens the arrays of a folder of Orbax by name: their keys in the saved tree, joined by '/'.
 
-    If the step has a manifest, every file is checked against it before it is read.
-
-    `folder` is the folder of one item, such as `<step>/state`.
+    If the step has a manifest, every file is checked against it before it is read. `folder` is the
+    folder of one item, such as `<step>/state`.
 
     Raises:
       DamagedCheckpoint: if a file does not have the content that was written. Reading the arrays
@@ -127,9 +126,8 @@ class _Key(NamedTuple):
 def read_tree(folder: epath.Path) -> Any:
     """Reads the tree that Orbax has written into the folder of an item, such as `<step>/state`.
 
-    Returns:
-      Dicts and lists, with the name of an array in its place, and None where a part is empty. A
-      name is the keys of an array in the tree, joined by '/'.
+    Returns dicts and lists, with the name of an array in its place, and None where a part is empty.
+    A name is the keys of an array in the tree, joined by '/'.
     """
     root: dict[Any, Any] = {}
     for entry in parse_json((folder / '_METADATA').read_text())['tree_metadata'].values():

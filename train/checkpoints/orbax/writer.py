@@ -199,8 +199,7 @@ class StepWriter:
     def wait(self) -> None:
         """Waits until the step is committed.
 
-        Raises:
-          Exception: of many types, if it cannot be written.
+        Raises exceptions of many types, if it cannot be written.
         """
         self._manager.wait_until_finished()
 

@@ -28,13 +28,12 @@ def make_room(
 ) -> bool:
     """Removes what an earlier save of a step has left, and returns whether the step is complete.
 
+    Raises a FileExistsError if something else is in the place of the step.
+
     Args:
       path: the folder of the step, which need not exist.
       needs_manifest: whether only a step with a manifest is taken for a complete one.
       is_damaged: whether the content of the step is known to be damaged, whatever its sizes.
-
-    Raises:
-      FileExistsError: if something else is in the place of the step.
     """
     if path.exists():
         found = examine(path, step)
@@ -58,9 +57,7 @@ def delete_step(path: epath.Path) -> None:
     """Deletes what a save has written into the folder of a step. Other files stay, in the folder.
 
     `path` is the folder of a step, finished or not, with a record or a manifest of this package.
-
-    Raises:
-      OSError: if it cannot be deleted.
+    Raises an OSError if it cannot be deleted.
     """
     listed = if_intact(read_manifest, path)
     names = {name.partition('/')[0] for name in listed.files} if listed else set()
@@ -83,8 +80,7 @@ def delete_step(path: epath.Path) -> None:
 def delete_unfinished(directory: epath.Path, prefix: str, below: int) -> None:
     """Deletes what saves and deletions of this package before a good step have left unfinished.
 
-    Raises:
-      OSError: if something cannot be deleted.
+    Raises an OSError if something cannot be deleted.
     """
     steps, others = find_steps(directory, prefix)
     for name in others:

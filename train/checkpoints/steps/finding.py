@@ -34,10 +34,8 @@ def examine(folder: epath.Path, step: int, *, contents: bool = False) -> FoundSt
     """Finds out the status of a step by its names and sizes.
 
     `contents` says whether the files that do not belong to an array are compared with their
-    checksums. The files of arrays are compared when they are read.
-
-    Raises:
-      ConfigError: if a newer version of this package wrote it.
+    checksums. The files of arrays are compared when they are read. Raises a ConfigError if a newer
+    version of this package wrote it.
     """
 
     def found(status: Status, reason: str = '') -> FoundStep:
@@ -76,13 +74,12 @@ def _is_committed(folder: epath.Path) -> bool:
 def find_steps(directory: epath.Path, prefix: str = '') -> tuple[dict[int, epath.Path], list[str]]:
     """Finds the folders of a directory whose names are steps.
 
+    Returns the path of each step, in ascending order, and the other names that look like
+    checkpoints: all if there is no prefix, and those that begin with it otherwise.
+
     Args:
       directory: the folder of checkpoints. It need not exist.
       prefix: the beginning of the names, such as 'checkpoint_'.
-
-    Returns:
-      The path of each step, in ascending order, and the other names that look like checkpoints: all
-      if there is no prefix, and those that begin with it otherwise.
     """
     steps, others = dict[int, epath.Path](), list[str]()
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
@@ -132,15 +129,14 @@ def newest_step(
 ) -> int | None:
     """Chooses the newest good step by looking at files only, or None if no save was completed.
 
+    Raises a ConfigError if a step without a manifest is newer than all good ones, or if there is no
+    good step left although there were some.
+
     Args:
       say: receives one line for each folder that is skipped.
       prefix: the beginning of the names of steps.
       below: only smaller steps are considered, because this one turned out to be damaged.
       needs_manifest: whether a step without a manifest is an error. It is accepted otherwise.
-
-    Raises:
-      ConfigError: if a step without a manifest is newer than all good ones, or if there is no good
-        step left although there were some.
     """
     steps, others = find_steps(directory, prefix)
     for name in others if below is None else ():

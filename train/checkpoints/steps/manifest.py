@@ -55,8 +55,7 @@ def damaged(folder: epath.Path, what: str) -> DamagedCheckpoint:
 class FileRecord(NamedTuple):
     """What a manifest knows about a file.
 
-    Attributes:
-      checksum: the xxh3_128 checksum of its content, in hexadecimal digits.
+    `checksum` is the xxh3_128 checksum of its content, in hexadecimal digits.
     """
 
     size: int
@@ -105,9 +104,8 @@ def package_versions() -> dict[str, str]:
 def read_manifest(folder: epath.Path) -> Manifest | None:
     """Reads the manifest of a step, or returns None if its folder has none.
 
-    Raises:
-      DamagedCheckpoint: if the manifest itself is damaged.
-      ConfigError: if a newer version of this package has written it.
+    Raises a DamagedCheckpoint if the manifest itself is damaged, and a ConfigError if a newer
+    version of this package has written it.
     """
     try:
         text = (folder / FILE).read_text()
@@ -195,11 +193,9 @@ def record_file(path: epath.Path, *, durable: bool = False) -> FileRecord:
 def complete_step(folder: epath.Path, step: int) -> None:
     """Writes the manifest of a step, or this process's part of it, when its files are on the disk.
 
-    Orbax must have committed the folder of the step.
-
-    Raises:
-      OSError: if a file cannot be read, or the manifest cannot be written.
-      TimeoutError: if the part of another process is missing after an hour.
+    Orbax must have committed the folder of the step. Raises an OSError if a file cannot be read, or
+    the manifest cannot be written, and a TimeoutError if the part of another process is missing
+    after an hour.
     """
     count, index = jax.process_count(), jax.process_index()
     names = sorted(find_files(folder))
@@ -245,8 +241,7 @@ def _record_files(folder: epath.Path, names: Iterable[str]) -> dict[str, FileRec
 def write_manifest(folder: epath.Path, manifest: Manifest) -> None:
     """Writes the manifest of a step, atomically. The step counts as good from then on.
 
-    Raises:
-      OSError: if it cannot be written.
+    Raises an OSError if it cannot be written.
     """
     _write_atomically(folder / FILE, manifest.to_text())
 

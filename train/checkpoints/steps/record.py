@@ -63,10 +63,8 @@ def has_record(folder: epath.Path) -> bool:
 def read_record(folder: epath.Path) -> StepRecord | None:
     """Reads the record of a step, or returns None if the folder has none.
 
-    `folder` is the folder of the step, or Orbax's temporary folder of it.
-
-    Raises:
-      DamagedCheckpoint: if it cannot be read.
+    `folder` is the folder of the step, or Orbax's temporary folder of it. Raises a
+    DamagedCheckpoint if it cannot be read.
     """
     path = _find(folder) if folder.exists() else None
     if path is None:

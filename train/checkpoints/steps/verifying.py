@@ -77,10 +77,8 @@ def check_content(
 ) -> None:
     """Checks one file against its checksum.
 
-    `read` reads the file and returns its size and checksum.
-
-    Raises:
-      DamagedCheckpoint: if the file cannot be read, or has another size or content.
+    `read` reads the file and returns its size and checksum. Raises a DamagedCheckpoint if the file
+    cannot be read, or has another size or content.
     """
     try:
         found = read(folder / name)
@@ -96,8 +94,7 @@ def check_content(
 class CheckedFiles:
     """The files of a saved step. Several threads may check them at the same time.
 
-    Args:
-      manifest: what has been written into it.
+    `manifest` is what has been written into it.
     """
 
     def __init__(self, folder: epath.Path, manifest: Manifest):
@@ -108,13 +105,10 @@ class CheckedFiles:
         """Checks files of the step, except those that another thread has begun to check.
 
         It returns when all of them are checked. Afterwards, a local file is in the page cache, so
-        reading it right away does not wait for the disk.
-
-        `names` are the paths of the files below the folder. Chunks that were never written, because
-        they have only the fill value, are not in the manifest and need no check.
-
-        Raises:
-          DamagedCheckpoint: if a file does not have the content that was written.
+        reading it right away does not wait for the disk. `names` are the paths of the files below
+        the folder. Chunks that were never written, because they have only the fill value, are not
+        in the manifest and need no check. Raises a DamagedCheckpoint if a file does not have the
+        content that was written.
         """
         checks = []
         for name in names:
@@ -136,19 +130,14 @@ class CheckedFiles:
     def read_into(self, name: str, out: np.ndarray) -> bool:
         """Reads a local file into an array that has its size, and checks the values on the way.
 
-        The file is read once and past the page cache if the array begins and ends with a page.
-        That is about twice as fast as checking a file and then reading it.
+        The file is read once and past the page cache if the array begins and ends with a page. That
+        is about twice as fast as checking a file and then reading it. Returns whether it has been
+        read. Otherwise, the file is not known, has another size than the array, or is in a store of
+        objects. Raises a DamagedCheckpoint if the file does not have the content that was written.
 
         Args:
           name: the path of the file below the folder.
           out: a contiguous array.
-
-        Returns:
-          Whether it has been read. Otherwise, the file is not known, has another size than the
-          array, or is in a store of objects.
-
-        Raises:
-          DamagedCheckpoint: if the file does not have the content that was written.
         """
         record = self.manifest.files.get(name)
         if record is None or record.size != out.nbytes or is_remote(self.folder):
@@ -191,8 +180,7 @@ def _read(path: str, out: np.ndarray) -> FileRecord:
 def open_checked(folder: epath.Path) -> CheckedFiles | None:
     """The files of a saved step, or None if it has no manifest, so that nothing can be checked.
 
-    Raises:
-      DamagedCheckpoint: if the manifest itself is damaged.
+    Raises a DamagedCheckpoint if the manifest itself is damaged.
     """
     manifest = read_manifest(folder)
     return None if manifest is None else CheckedFiles(folder, manifest)

@@ -242,8 +242,7 @@ def check_seed(seed: int) -> None:
 def check_same_arrays(first: str, first_row: Row, second: str, second_row: Row, hint: str) -> None:
     """Checks that two kinds of rows have the same arrays.
 
-    Raises:
-      ConfigError: if they differ; `first` and `second` say which rows they are.
+    Raises a ConfigError if they differ; `first` and `second` say which rows they are.
     """
     ours, theirs = features(first_row), features(second_row)
     if ours != theirs:

@@ -20,8 +20,7 @@ FEATURES = ('inputs', 'targets')
 def check_lengths(name: str, lengths: Lengths) -> None:
     """Checks the lengths that a setting of this name has.
 
-    Raises:
-      ConfigError: if it is neither a number nor a mapping of numbers.
+    Raises a ConfigError if it is neither a number nor a mapping of numbers.
     """
     if isinstance(lengths, Mapping):
         if not lengths or not set(lengths) <= set(FEATURES):
@@ -40,8 +39,7 @@ def check_lengths(name: str, lengths: Lengths) -> None:
 def target_length(lengths: Lengths) -> int:
     """The number of tokens in a row of a task that has only targets.
 
-    Raises:
-      ConfigError: if there is no such number, or if there is one for inputs.
+    Raises a ConfigError if there is no such number, or if there is one for inputs.
     """
     check_lengths('sequence_length', lengths)
     if isinstance(lengths, Mapping):
@@ -59,8 +57,7 @@ def target_length(lengths: Lengths) -> int:
 def pair_lengths(lengths: Lengths) -> tuple[int | None, int | None]:
     """The numbers of input tokens and of target tokens in a row; None for those that are not given.
 
-    Raises:
-      ConfigError: if `lengths` is one number.
+    Raises a ConfigError if `lengths` is one number.
     """
     check_lengths('sequence_length', lengths)
     if isinstance(lengths, int):

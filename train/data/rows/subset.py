@@ -105,8 +105,7 @@ class OpenSubset(OpenText):
 def parse_split(split: str) -> tuple[str, str | None, str | None]:
     """The name of a split, and the bounds of its slice as they are written.
 
-    Raises:
-      ConfigError: if it is malformed, or if there is no such split.
+    Raises a ConfigError if it is malformed, or if there is no such split.
     """
     found = _SLICE.fullmatch(split) if isinstance(split, str) else None
     if not found or found[1] not in SPLITS:

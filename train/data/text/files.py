@@ -149,6 +149,8 @@ def open_file(
 ) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Opens a file, and decompresses it if its name ends in .gz, .zst, .bz2 or .xz.
 
+    Raises a ConfigError if the file cannot be read or decompressed, or exceeds a limit.
+
     Args:
       max_bytes: a compressed file with more bytes is refused. By default, it may have 1 GiB, or
         100 times its compressed size if that is more.
@@ -158,9 +160,6 @@ def open_file(
     Yields:
       The stream of decompressed bytes, and the raw file. The position in the raw file tells how
       much of it has been read.
-
-    Raises:
-      ConfigError: if the file cannot be read or decompressed, or exceeds a limit.
     """
     compression = COMPRESSIONS.get(os.path.splitext(file.name)[1])
     # Other errors belong to the body of the context.

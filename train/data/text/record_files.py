@@ -176,15 +176,14 @@ def parquet_batch_size(
 ) -> int:
     """The number of rows of a Parquet file that can be decompressed at once.
 
+    Raises a ConfigError if a row group or a dictionary is too large.
+
     Args:
       metadata: the metadata of the file, of pyarrow.
       stream: the file.
       file: the file, for messages.
       max_decompressed: the greatest number of bytes of the column in one row group. By default,
         it is GROUP_BYTES, or 100 times the compressed bytes if that is more.
-
-    Raises:
-      ConfigError: if a row group or a dictionary is too large.
     """
     largest = 1
     for group in range(metadata.num_row_groups):
@@ -224,10 +223,8 @@ def _page_size(stream: BinaryIO, offset: int) -> int:
 def record_ranges(file: File, max_document_bytes: int) -> Iterator[tuple[int, int]]:
     """Yields ranges of records of an ArrayRecord file that can be decompressed at once.
 
-    The last range contains the file's own index, too, which consists of records.
-
-    Raises:
-      ConfigError: if a group of records is too large, or the file is damaged.
+    The last range contains the file's own index, too, which consists of records. Raises a
+    ConfigError if a group of records is too large, or the file is damaged.
     """
     first = last = size = 0
     for place, records, decoded in _chunks(file):

@@ -51,8 +51,7 @@ class VerifiedBlocks:
     def verify(self, start: int, stop: int) -> None:
         """Verifies the blocks with the values from number `start` up to, but without, `stop`.
 
-        Raises:
-          ConfigError: if the file has changed since it was written.
+        Raises a ConfigError if the file has changed since it was written.
         """
         first = start * self._item_bytes // BLOCK_BYTES
         last = -(-stop * self._item_bytes // BLOCK_BYTES)
@@ -101,8 +100,7 @@ class Stream:
     def read(self, start: int, stop: int) -> np.ndarray:
         """The tokens from number `start` up to, but without, `stop`, or up to the last one.
 
-        Raises:
-          ConfigError: if the file of the tokens has changed since it was written.
+        Raises a ConfigError if the file of the tokens has changed since it was written.
         """
         if self.blocks is not None:
             last = min(int(stop), len(self.tokens))
@@ -156,14 +154,13 @@ class StreamWriter:
     def add(self, place: str, tokens: np.ndarray, num_bytes: int) -> None:
         """Adds a document.
 
+        Raises a ConfigError if a token is outside the tokenizer's vocabulary, or the files cannot
+        be written.
+
         Args:
           place: where the document is, for messages.
           tokens: int [tokens], its tokens without separators.
           num_bytes: its size in bytes.
-
-        Raises:
-          ConfigError: if a token is outside the tokenizer's vocabulary, or the files cannot be
-            written.
         """
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._num_tokens:
             worst = tokens.min() if tokens.min() < 0 else tokens.max()

@@ -73,11 +73,7 @@ class ByteTokenizer(Tokenizer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileTokenizer(Tokenizer):
-    """A tokenizer in a file.
-
-    Attributes:
-      path: the path of the file: local, gs:// or s3://.
-    """
+    """A tokenizer in a file. `path` is the path of the file: local, gs:// or s3://."""
 
     path: str
 
@@ -231,11 +227,7 @@ def documents_of(tokens: np.ndarray, separator: int) -> list[list[int]]:
 
 
 def as_texts(places: Sequence[str], contents: Sequence[bytes]) -> list[str]:
-    """Decodes documents from UTF-8.
-
-    Raises:
-      ConfigError: if a document is not UTF-8.
-    """
+    """Decodes documents from UTF-8. Raises a ConfigError if a document is not UTF-8."""
     texts = []
     for place, content in zip(places, contents, strict=True):
         try:

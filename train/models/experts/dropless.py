@@ -86,15 +86,14 @@ def apply_experts(
 ) -> jax.Array:
     """Returns the weighted sum of the outputs of each token's experts, [N, M].
 
+    Raises a ConfigError if the rules shard the experts over mesh axes that do not shard the batch.
+
     Args:
       x_NM: the tokens, sharded like a batch.
       experts_NK: the experts of each token; the number of experts or more for none.
       weights_NK: the weights of their outputs.
       mlps: the experts, sharded over the logical axes 'expert' and 'expert_mlp'.
       decode: whether tokens that their mesh axes do not divide are replicated.
-
-    Raises:
-      ConfigError: if the rules shard the experts over mesh axes that do not shard the batch.
     """
     ids_NK = jnp.arange(experts_NK.size).reshape(experts_NK.shape)
     mesh, rules = jax.sharding.get_abstract_mesh(), spmd.get_logical_axis_rules()
@@ -226,9 +225,8 @@ def _sort_by_device(
 ) -> tuple[Routing, jax.Array]:
     """Sorts the choices of tokens by the devices of their experts, and there by expert.
 
-    Returns:
-      A routing of one group to the devices, each with room for all choices, and the number of rows
-      for each expert, [D, H], where H experts are held by a device.
+    Returns a routing of one group to the devices, each with room for all choices, and the number of
+    rows for each expert, [D, H], where H experts are held by a device.
     """
     experts_C = jnp.minimum(jnp.ravel(experts_NK), held * devices)
     counts_DH = jnp.bincount(experts_C, length=held * devices + 1)[:-1].reshape(devices, held)

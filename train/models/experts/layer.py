@@ -55,6 +55,9 @@ class ExpertMlp(nn.Module):
     ) -> jax.Array:
         """Applies the experts to tokens.
 
+        Returns the weighted sum of the outputs of each token's experts, like `x_BLM`; 0 for tokens
+        that no expert takes. Raises a ConfigError if `tokens_per_group` does not divide the tokens.
+
         Args:
           x_BLM: the tokens, [batch, length, embed].
           is_token_BL: which tokens are routed, bool [batch, length]. The others are padding, and
@@ -62,13 +65,6 @@ class ExpertMlp(nn.Module):
           deterministic: whether there is no jitter and no dropout, and the capacity is the one
             for evaluations.
           decode: whether single tokens are decoded: then each row is a group without a capacity.
-
-        Returns:
-          The weighted sum of the outputs of each token's experts, like `x_BLM`; 0 for tokens that
-          no expert takes.
-
-        Raises:
-          ConfigError: if `tokens_per_group` does not divide the tokens.
         """
         mixture = mix(
             self.config,

@@ -44,15 +44,14 @@ def mix(
 ) -> Mixture:
     """Sends tokens to their experts and sums up what comes back.
 
+    Raises a ConfigError if `tokens_per_group` does not divide the tokens.
+
     Args:
       is_token_BL: which tokens are routed, bool; None routes all. The others are padding.
       find_logits: the router: a function of the tokens in groups, which returns the logits of the
         experts for each, float32.
       training: whether the capacity of training applies.
       decode: whether single tokens are decoded: then each row is a group, and experts take all.
-
-    Raises:
-      ConfigError: if `tokens_per_group` does not divide the tokens.
     """
     c, (batch, length, width) = config, x_BLM.shape
     tokens = length if decode else c.group_size(batch, length)

@@ -53,9 +53,8 @@ def route(
     """Lets each token choose its most probable experts, and each expert take its first tokens.
 
     An expert takes the first choices of all tokens in their order, then their second choices, and
-    so on, until `capacity` places are taken.
-
-    Padding takes no place. `normalize` divides the weights of a token by the sum over its choices.
+    so on, until `capacity` places are taken. Padding takes no place. `normalize` divides the
+    weights of a token by the sum over its choices.
     """
     groups, tokens, num_experts = probabilities_GTE.shape
     weights_GTK, experts_GTK = choose_experts(probabilities_GTE, num_selected)

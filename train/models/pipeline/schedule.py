@@ -43,7 +43,8 @@ def run_pipeline(
 
     Each stage keeps the rows of `groups` microbatches. In a group, microbatch n starts on stage n.
     Their rows move one stage to the left in every step until each has been on stage 0, and results
-    enter on the last stage and move to the left in the same way.
+    enter on the last stage and move to the left in the same way. Returns the residual stream after
+    the last layer. Raises a ConfigError if the microbatches would not have equal numbers of rows.
 
     Args:
       stages: where the pipeline runs.
@@ -57,12 +58,6 @@ def run_pipeline(
       key: a random key, or None. Each microbatch has its own on each of the devices that share it.
       policy: what the backward pass keeps of the layers, as for `jax.checkpoint`, if microbatches
         pass through the stages more than once. `apply` decides otherwise.
-
-    Returns:
-      The residual stream after the last layer.
-
-    Raises:
-      ConfigError: if the microbatches would not have equal numbers of rows.
     """
     rows, parts = x_BLD.shape[0], stages.pipeline.num_microbatches
     if rows % (parts * stages.data):

@@ -33,13 +33,11 @@ def gather_weights(stages: Stages, params: Any, names: Any, cast: Callable[[Any]
     """Gives each stage the weights of its layers.
 
     The parameters are arrays [layers, ...] with their logical axes. `cast` casts them to the dtypes
-    in which they are sent and used.
-
-    Returns:
-      A tree of pairs, each [copies, layers, ...]. The copies are sharded over the axes of the
-      batch, and the layers over the stages. The first array has the weights, in the order in which
-      the stages run the layers. The second one is read by nothing: `choose_weights` sends it the
-      gradients, in the dtype of the parameters. It is None if the weights have this dtype.
+    in which they are sent and used. Returns a tree of pairs, each [copies, layers, ...]. The copies
+    are sharded over the axes of the batch, and the layers over the stages. The first array has the
+    weights, in the order in which the stages run the layers. The second one is read by nothing:
+    `choose_weights` sends it the gradients, in the dtype of the parameters. It is None if the
+    weights have this dtype.
     """
     leaves, structure = jax.tree.flatten(params)
     named = jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple))

@@ -133,8 +133,7 @@ class Encoder(nn.Module):
 class Decoder(nn.Module):
     """The decoder's layers, between the embeddings and the logits.
 
-    Attributes:
-      embed: the embeddings of the network. A decoder without an encoder has its own.
+    `embed` is the embeddings of the network. A decoder without an encoder has its own.
     """
 
     config: T5Config

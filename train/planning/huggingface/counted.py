@@ -116,8 +116,7 @@ def _peak(model: CountedModel, devices: int, num_microbatches: int, batch_tokens
 def count_model(config: ConfigJson) -> CountedModel | None:
     """Counts a model, or returns None if its `model_type` is not one of `COUNTED`.
 
-    Raises:
-      ConfigError: if a setting is missing or malformed.
+    Raises a ConfigError if a setting is missing or malformed.
     """
     text = config.get('text_config')
     if isinstance(text, dict):  # of a model of texts and images

@@ -27,13 +27,9 @@ def is_hub_name(text: str) -> bool:
 def read_config_of_hub(name: str) -> ConfigJson:
     """Reads the settings of a model on the hub. Nothing else is loaded, and nothing is kept.
 
-    HF_ENDPOINT and HF_TOKEN mean what they mean to Hugging Face's own tools.
-
-    Args:
-      name: the name of the model.
-
-    Raises:
-      ConfigError: if the hub cannot be reached, or has no such model. It says what to do.
+    HF_ENDPOINT and HF_TOKEN mean what they mean to Hugging Face's own tools. `name` is the name of
+    the model. Raises a ConfigError if the hub cannot be reached, or has no such model. It says what
+    to do.
     """
     hub = os.environ.get('HF_ENDPOINT', _HUB).rstrip('/')
     where = f'{hub}/{urllib.parse.quote(name)}/resolve/main/{FILE}'

@@ -169,11 +169,10 @@ class FoundModel:
 def find_model(path: str, **settings: Any) -> FoundModel:
     """Reads a `config.json`; see `find_config_json`.
 
+    Raises a ConfigError if the file cannot be read, or if our models have no such architecture.
+
     Args:
       **settings: settings of our model that the file does not have, such as `dtype`.
-
-    Raises:
-      ConfigError: if the file cannot be read, or if our models have no such architecture.
     """
     return read_model(find_config_json(path), **settings)
 
@@ -181,11 +180,8 @@ def find_model(path: str, **settings: Any) -> FoundModel:
 def find_config_json(path: str) -> ConfigJson:
     """Reads the settings of a model, but not the settings of its images.
 
-    Args:
-      path: the file, or the folder that has it; or the name of a model on the hub.
-
-    Raises:
-      ConfigError: if the file cannot be read.
+    `path` is the file, or the folder that has it; or the name of a model on the hub. Raises a
+    ConfigError if the file cannot be read.
     """
     file = as_path('CONFIG', path)
     if not file.exists() and is_hub_name(path):
@@ -290,8 +286,7 @@ def divide_rows(
 ) -> dict[str, int]:
     """Returns 'batch_size' and 'sequence_length'; see `choose_rows`.
 
-    Args:
-      max_length: the longest row that the model was made for, or None.
+    `max_length` is the longest row that the model was made for, or None.
     """
     if sequence_length is not None:
         check_counts(**{'--sequence_length': sequence_length})
@@ -308,8 +303,7 @@ def divide_rows(
 def parse_tokens(text: str) -> int:
     """Returns a number of tokens such as 4M, which is 4 * 2**20, 512K or 65536.
 
-    Raises:
-      ValueError: if the text is something else.
+    Raises a ValueError if the text is something else.
     """
     found = re.fullmatch(r'([1-9]\d*)([KM]?)', text)
     if found is None:

@@ -130,15 +130,13 @@ def run_attempts(
 ) -> int:
     """Runs the processes until they are done, or fail without a restart.
 
-    Their lines go to standard output, and what the launcher says to standard error.
+    Their lines go to standard output, and what the launcher says to standard error. Returns the
+    exit code: 0, or the exit code of the process that failed first. It is 75 if a signal killed
+    that process, and after SIGTERM or SIGHUP, and 130 after Ctrl-C.
 
     Args:
       make_children: returns what each process runs, given their number and the port of process 0.
       command: the command that starts the run again, as one types it.
-
-    Returns:
-      The exit code: 0, or the exit code of the process that failed first. It is 75 if a signal
-      killed that process, and after SIGTERM or SIGHUP, and 130 after Ctrl-C.
     """
     count, restarted = config.processes, 0
     with signal_inbox() as inbox:

@@ -96,10 +96,8 @@ def devices_per_process(given: int | None, processes: int, gpus: list[str]) -> i
     """Returns the number of devices of each process.
 
     `given` is the user's choice. By default, the GPUs are divided evenly; without any, there are
-    eight virtual devices in total, or one per process if there are more processes.
-
-    Raises:
-      ConfigError: if a number is not positive, or if there are too few GPUs.
+    eight virtual devices in total, or one per process if there are more processes. Raises a
+    ConfigError if a number is not positive, or if there are too few GPUs.
     """
     check_counts(**{'--processes': processes})
     if given is not None:

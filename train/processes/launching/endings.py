@@ -26,11 +26,8 @@ _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 class LineReader:
     """Puts the output of one process together, line by line.
 
-    Args:
-      process: the index of the process. Lines may begin with it, such as `[2] `; it is removed.
-
-    Attributes:
-      last: the last lines, without line ends.
+    `process` is the index of the process. Lines may begin with it, such as `[2] `; it is removed.
+    `last` is the last lines, without line ends.
     """
 
     def __init__(self, process: int) -> None:
@@ -152,8 +149,7 @@ class ProcessEnd:
 class Attempt:
     """How all processes of a run have ended.
 
-    Attributes:
-      stopped_by: the signal with which the user has stopped the launcher, if any.
+    `stopped_by` is the signal with which the user has stopped the launcher, if any.
     """
 
     ends: tuple[ProcessEnd, ...]
