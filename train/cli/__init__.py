@@ -33,9 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_module(module: str, function: str, arguments: Sequence[str]) -> int:
     """Runs the command `python -m MODULE`, and returns the exit status, as in `main`.
 
-    Args:
-      module: the name of the module, for messages.
-      function: the function of train.cli that does the work, such as 'training.train'.
+    `function` is the function of train.cli that does the work, such as 'training.train'.
     """
     line = line_of_module(module, arguments)
     return run_until_signal(lambda: _find(function)(arguments, f'python -m {module}'), line)

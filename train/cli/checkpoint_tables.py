@@ -40,12 +40,7 @@ def show(renderable: Any) -> None:
 
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar on a terminal. Yields what to call with the bytes since the last call.
-
-    Args:
-      title: what is done, such as 'verifying'.
-      total: the number of bytes to reach.
-    """
+    """Shows a progress bar on a terminal. Yields what to call with bytes since the last call."""
     bar = Progress(
         TextColumn(title),
         BarColumn(bar_width=None),

@@ -92,10 +92,7 @@ def _purpose(path: Path) -> str:
 
 
 def _find(name: str) -> Path:
-    """The file of a configuration: a name of the list, or a path such as `models/8b`.
-
-    Raises a ConfigError if there is no such file.
-    """
+    """The file of a configuration: a name of the list, or a path such as `models/8b`."""
     from train.errors import ConfigError
     from train.gin.parsing import find_config_root
 

@@ -13,12 +13,7 @@ from meshwright.dry import command
 
 
 def run_dry(arguments: Sequence[str], prog: str) -> int:
-    """Checks the arguments, and replaces this process by `python -m meshwright.dry`.
-
-    Args:
-      arguments: its arguments.
-      prog: the name of the command.
-    """
+    """Checks the arguments, and replaces this process by `python -m meshwright.dry`."""
     try:
         command.check(arguments, prog)  # it prints the help, too
     except ValueError as error:

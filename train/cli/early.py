@@ -27,10 +27,6 @@ def check_run(options: argparse.Namespace, files: Sequence[str]) -> None:
 
     Raises a ConfigError if a gin file or a flag cannot be read, if MODEL_DIR cannot be written or
     is in use, or if the files of the data leave nothing to train or to evaluate on.
-
-    Args:
-      options: the flags of the command.
-      files: the gin files of its runs.
     """
     settings = check_folder(options, files)
     place, folder = settings.find('', 'model_dir')

@@ -24,10 +24,6 @@ def run_until_signal(command: Callable[[], int], line: str) -> int:
 
     Returns the exit code of the command, 75 after SIGTERM or SIGHUP, or 130 after Ctrl-C. The
     process of an interrupted command ends here, without waiting for threads that compile.
-
-    Args:
-      command: returns the exit code.
-      line: the command as one types it.
     """
     signals.handling.command = line
     try:
@@ -46,10 +42,7 @@ def run_until_signal(command: Callable[[], int], line: str) -> int:
 
 
 def line_of_process(name: str) -> str:
-    """The command of this process as one types it, which may be the command of its launcher.
-
-    `name` is the name of the program.
-    """
+    """The command of this process as one types it, which may be the command of its launcher."""
     if launcher := command_of_launcher():
         return launcher
     found = shutil.which(name)

@@ -67,10 +67,7 @@ def check_flags(options: argparse.Namespace) -> None:
 
 
 def search_settings(options: argparse.Namespace, machine: Machine) -> int:
-    """Searches the settings of runs, prints what was found, and returns 0, or 1 if nothing fits.
-
-    `options` are the flags of `meshwright forecast`, which `check_flags` accepts.
-    """
+    """Searches the settings of runs, prints what was found, and returns 0, or 1 if nothing fits."""
     from train.cli.checkpoint_tables import show
     from train.paths import as_folder
     from train.planning.candidates import sizes_of

@@ -33,7 +33,6 @@ class Candidate:
     """Changes of a run. None leaves a setting as the run has it.
 
     Attributes:
-      layout: the mesh and the rules.
       output_chunks: the number of chunks of the vocabulary in the output layer.
       compiler_options: options of the compiler in addition to the options of the run; None removes
         one.
@@ -76,11 +75,6 @@ class Candidate:
 
 def change_run(config: TrainConfig, candidate: Candidate, machine: Machine) -> TrainConfig:
     """Returns the settings of a run with the changes of a candidate, on a machine.
-
-    Args:
-      config: the settings of the run. They are not changed.
-      candidate: the changes.
-      machine: the machine.
 
     Raises:
       ConfigError, ValueError: if the settings are not possible there.
@@ -147,14 +141,12 @@ class RunSizes:
     Attributes:
       num_devices: the number of devices of one slice.
       num_slices: the number of slices, over which the batch is divided.
-      batch_size: the number of rows in the global batch.
       sequence_length: the number of tokens in a row, or None for other data.
       model: 'embed_dim', 'num_heads', 'num_kv_heads', 'mlp_dim', 'vocab_size' and 'num_layers' of
         the built-in model. Other models have none of them, and keep their layout and remat.
       axes: the names of the mesh axes of the run, which say whether it has a pipeline or divides
         its rows.
       output: the name of the objective, if it has the setting `output`.
-      compiler_options: the run's setting.
     """
 
     num_devices: int
@@ -168,10 +160,7 @@ class RunSizes:
 
 
 def sizes_of(config: TrainConfig, num_devices: int, num_slices: int = 1) -> RunSizes:
-    """Returns the sizes of a run.
-
-    `num_devices` is the number of devices of the machine, in all slices.
-    """
+    """Returns the sizes of a run on a machine with a number of devices, in all slices."""
     model, length = find_model_config(config.objective), config.sequence_length
     return RunSizes(
         num_devices=num_devices // num_slices,
@@ -199,12 +188,7 @@ def bytes_of_parameters(num_microbatches: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A run, and what decides the memory that it needs.
-
-    Attributes:
-      config: the settings of the run.
-      num_parameters: the number of parameters of its model.
-    """
+    """A run, and what decides the memory that it needs."""
 
     config: TrainConfig
     num_parameters: int
@@ -246,8 +230,6 @@ class Workload:
         It has the state, the gradients, and what each layer keeps of each token, divided evenly.
 
         Args:
-          sizes: the sizes of the run on a machine.
-          num_microbatches: the number of microbatches.
           keeps_products: whether the backward pass finds the results of products, which it
             otherwise computes again from the inputs of the layers.
         """
@@ -266,8 +248,6 @@ class Workload:
         """Returns about how much memory a device needs, in bytes.
 
         Args:
-          num_devices: the number of devices that share the state.
-          num_microbatches: the number of microbatches.
           bytes_of_batch: what a device needs for its part of a batch without microbatches.
         """
         fixed = self.bytes_of_state(num_devices, num_microbatches)
@@ -276,10 +256,7 @@ class Workload:
     def bytes_of_batch(self, num_devices: int, num_microbatches: int, peak: int) -> float:
         """Returns what a device would need for its part of a batch without microbatches, in bytes.
 
-        Args:
-          num_devices: the number of devices that share the state.
-          num_microbatches: the number of microbatches of a run with a known peak.
-          peak: its peak, in bytes.
+        `peak` is the peak of a run with a number of microbatches, in bytes.
         """
         of_batch = peak - self.bytes_of_state(num_devices, num_microbatches)
         return max(of_batch, 0.0) * num_microbatches

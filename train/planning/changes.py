@@ -32,10 +32,7 @@ _AS_IT_IS = Layout('')
 
 
 def list_changes(planned: PlannedStep, machine: Machine) -> Iterator[SettingChange]:
-    """Yields settings that can make a run fit into a machine, the least drastic first.
-
-    `planned` is the step that does not fit.
-    """
+    """Yields settings that can make a run fit into a machine, the least drastic first."""
     config, plan = planned.run.config, planned.run.plan
     mesh = config.partitioner.mesh
     recomputed = getattr(find_model_config(config.objective), 'remat', None) == 'full'

@@ -37,9 +37,7 @@ class Fit:
     """How a run does on a machine.
 
     Attributes:
-      sizes: the sizes of the run there.
       candidate: the layout and the settings of memory, or None if no layout is possible.
-      forecast: the forecast with them, or None.
       problem: why no layout is possible, or ''.
     """
 
@@ -72,8 +70,6 @@ def fit_machine(
     Nothing is compiled. If nothing fits, it returns the settings that need the least memory.
 
     Args:
-      work: the run.
-      machine: the machine.
       progress: receives a text when something is tried.
       known: what has been tried before for this run; it receives what is tried here.
 
@@ -229,9 +225,6 @@ def _exchanges_much(fit: Fit) -> bool:
 def forecast_fit(work: Workload, fit: Fit, **settings: Any) -> Fit:
     """Returns the same settings with a forecast, by default with the figures of the compiler.
 
-    Args:
-      **settings: as for `meshwright.forecast`.
-
     Raises:
       ConfigError, ValueError: if the settings are not possible on the machine.
     """
@@ -248,10 +241,6 @@ def find_smallest(
     """Returns how a run fits into the smallest machine of a chip, or None if it fits into none.
 
     Machines have one slice. Those that are too small by a lower bound are not tried.
-
-    Args:
-      progress: receives a text when something is tried.
-      known: what has been tried before for this run; it receives what is tried here.
     """
     say, known = progress or (lambda text: None), {} if known is None else known
     for machine in list_machines(work, chip):

@@ -66,7 +66,6 @@ def forecast_run(config: TrainConfig, machine: Machine, **settings: Any) -> Fore
 
     Args:
       config: the settings of the run. Its mesh is moved to the machine.
-      machine: the machine.
       **settings: as for `meshwright.forecast`. With `compile=False`, all figures are by formula,
         and come within seconds.
 
@@ -97,9 +96,7 @@ def plan_on(machine: Machine, make_config: Callable[[], TrainConfig]) -> Planned
 
 def forecast_step(planned: PlannedStep, machine: Machine, **settings: Any) -> Forecast:
     """Forecasts a planned train step on the machine that it was planned for.
-
-    Args:
-      **settings: as for `meshwright.forecast`.
+    **settings: as for `meshwright.forecast`.
     """
     return forecast(
         planned.step,

@@ -35,10 +35,7 @@ def list_includes(candidate: Candidate) -> list[str]:
 
 
 def list_bindings(candidate: Candidate, run: RunSizes) -> list[str]:
-    """Returns the statements of a candidate that follow its includes.
-
-    `run` is the run. The statements name its objective and its compiler options.
-    """
+    """Returns the statements of a candidate that follow its includes."""
     lines = [f'{name} = {size}' for name, size in candidate.layout.sizes]
     if candidate.num_microbatches is not None:
         lines.append(f'TrainConfig.num_microbatches = {candidate.num_microbatches}')
@@ -70,12 +67,7 @@ def write_gin(
     bindings: Sequence[str],
     comment: Sequence[str] = (),
 ) -> str:
-    """Returns the text of a gin file that trains a run with the settings of a candidate.
-
-    Args:
-      bindings: the gin bindings of the run, 'NAME=value'.
-      comment: lines for the head of the file.
-    """
+    """Returns the text of a gin file that trains a run with the settings of a candidate."""
     head = [f'# {line}' for line in comment]
     includes = [f'include {_place(file)!r}' for file in files]
     imports = ['import train.models.remat'] if candidate.remat == 'offload' else []
@@ -96,7 +88,6 @@ def write_pretraining(
     """Returns the lines that follow `PRETRAIN` to train another model. Set TEXT, the data.
 
     Args:
-      batch_size: the number of rows in a batch.
       sequence_length: the number of tokens in a row; for an encoder and a decoder, of the inputs.
     """
     writes = _write_t5 if isinstance(model, T5Config) else _write_decoder
@@ -110,11 +101,7 @@ def write_pretraining(
 
 def write_fit(model: FoundModel, fit: Fit, lines: Sequence[str], file: str = 'run.gin') -> str:
     """Returns the text of a gin file that trains a model with the settings of a fit.
-
-    Args:
-      fit: the settings, which have a forecast.
-      lines: what `write_pretraining` has returned for the model.
-      file: where the text will be, for the commands in it.
+    `lines` are from `write_pretraining`, and `file` is where the text will be.
     """
     assert fit.candidate is not None and fit.forecast is not None
     memory, time = fit.forecast.memory, fit.forecast.time

@@ -85,8 +85,6 @@ class Machine:
 def parse_machine(text: str, *, on_cpu: bool = False) -> Machine:
     """Returns the machine of a name such as 'v5p:4x4x4', or '2xv5e:16x16' for two slices.
 
-    Args:
-      text: the name.
       on_cpu: whether virtual CPU devices stand for its devices.
 
     Raises:

@@ -40,9 +40,6 @@ class CompiledStep(NamedTuple):
     """The compiled train step of a run.
 
     Attributes:
-      step: the partitioned function (state, batch) -> (state, metrics).
-      lowered: the program before the compiler.
-      compiled: the program of a device.
       costs: what it costs on each device.
     """
 
@@ -80,9 +77,6 @@ def precompile(config: TrainConfig) -> dict[str, Any]:
     memory of a device; `costs.json`, the fields of `meshwright.ProgramCosts`: estimated
     computation, collectives, and the largest arrays; and `precompile-plan.json`, the layout. No
     array is created, so the mesh may be a described one.
-
-    Args:
-      config: the settings of the run.
 
     Returns:
       The content of `memory.json`: sizes in bytes per device, and the devices.

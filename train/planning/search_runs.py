@@ -39,7 +39,7 @@ Write = Callable[[Candidate, Sequence[str]], str]
 class Searched(NamedTuple):
     """A search of a run, and the files that it has written.
 
-    `files` are the files, by what they are.
+    `files` names the files by what they are.
     """
 
     result: SearchResult
@@ -62,8 +62,6 @@ def search_run(
     The winner as settings is `change_run(config, searched.result.winner.candidate, machine)`.
 
     Args:
-      config: the settings of the run.
-      machine: the machine.
       folder: the folder for the picture and everything that was found.
       best: how many candidates to compile at most.
       choices: the values of each setting, by default those that matter on the chip.

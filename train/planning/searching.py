@@ -44,8 +44,7 @@ class Outcome:
       fits: whether a device has the memory.
       peak: the memory of a device at its fullest, in bytes, or None if the compiler gave up.
       seconds: the forecast of the time of a step, or None if there is none.
-      low: the lower end of its range.
-      high: the upper end of its range.
+      low, high: its range.
       compile_seconds: how long the compilation took.
       error: why there is no program, or ''.
     """
@@ -66,9 +65,6 @@ class Found:
     Attributes:
       status: 'compiled'; 'too large' or 'too slow' by formulas, so that it cannot win; 'impossible'
         if its settings cannot be honoured; or 'not compiled', if it could still be faster.
-      prediction: what formulas say, or None if it is impossible.
-      outcome: what the compiler says, if it was compiled.
-      reason: why it is impossible, or ''.
     """
 
     candidate: Candidate

@@ -79,7 +79,6 @@ class Space:
     """The candidates of a search.
 
     Attributes:
-      candidates: the combinations whose sizes can be divided.
       dropped: the number of the others, by reason.
     """
 
@@ -91,7 +90,6 @@ def list_space(run: RunSizes, choices: Choices | None = None) -> Space:
     """Lists the candidates for a run, in a fixed order.
 
     Args:
-      run: the sizes that must be divided.
       choices: the values of each setting, by default `Choices()`.
     """
     choices = choices or Choices()

@@ -22,11 +22,9 @@ class Subject:
 
     Attributes:
       run: the runs and gin files, as they were given.
-      settings: what the flags set, such as 'BATCH_SIZE=64'.
       batch_size: the number of rows in a batch.
       sequence_length: the number of tokens in a row, or None for other data. Rows of inputs and
         targets have both numbers.
-      num_parameters: the number of parameters.
       commit: the commit of the current folder, or None if it belongs to no repository of git.
       modified: whether files of the commit have changes.
     """
@@ -68,10 +66,7 @@ def describe_subject(
 ) -> Subject:
     """Describes a planned run.
 
-    Args:
-      names: the runs and gin files, as they were given.
-      settings: what the flags set, as `NAME=value`.
-      folder: the folder whose commit it is.
+    `names` and `settings` are runs and flags as they were given; `folder` has the commit.
     """
     config: TrainConfig = run.config
     parameters = [row for row in run.plan.rows if row.role == 'parameters']

@@ -76,12 +76,7 @@ class CountedFit:
 
 
 def fit_counted(model: CountedModel, machine: Machine, rows: int, length: int) -> CountedFit:
-    """Estimates the memory of a device, with the fewest microbatches that fit, if any do.
-
-    Args:
-      rows: the rows of a batch.
-      length: the tokens of a row.
-    """
+    """Estimates the memory of a device, with the fewest microbatches that fit, if any do."""
     limit, devices = machine.chip.hbm_bytes_per_device, machine.num_devices
     possible = [n for n in _MICROBATCHES if rows % n == 0 and (n == 1 or rows // n >= devices)]
     peaks = {n: _peak(model, devices, n, rows * length) for n in possible}

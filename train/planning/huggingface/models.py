@@ -142,8 +142,6 @@ class FoundModel:
     """A Hugging Face model, as one of ours.
 
     Attributes:
-      kind: its `model_type`.
-      config: the settings of our model.
       max_length: the longest text that it was made for, in tokens, or None.
       differs: what our model computes in another way.
     """
