@@ -59,8 +59,10 @@ class UpcycleCheckpointer(Checkpointer):
     """Restores a dense checkpoint into a model with experts, as a `checkpointer_cls`.
 
     Every expert starts with a copy of the dense layer. Arrays of experts have 'expert/' in their
-    names, and `assignment_map` says which array of the checkpoint they start from. `num_experts`
-    are the number of experts of each layer.
+    names, and `assignment_map` says which array of the checkpoint they start from.
+
+    Attributes:
+      num_experts: the number of experts of each layer.
     """
 
     num_experts: int

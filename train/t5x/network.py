@@ -67,7 +67,8 @@ class TransformerConfig(t5.DecoderOnlyConfig):
 class DecoderWrapper(t5.DecoderOnly):
     """The network of `examples.decoder_only`: a decoder with relative biases, and a prefix.
 
-    `config` is its sizes and choices.
+    Attributes:
+      config: its sizes and choices.
     """
 
     def __post_init__(self) -> None:

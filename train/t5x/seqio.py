@@ -196,8 +196,9 @@ class TensorBoardLogger:
 class JSONLogger:
     """Writes the scores and the predictions of each task to files in `inference_eval`.
 
-    `write_n_results` are the number of examples that are written with their predictions. None
-    writes all.
+    Attributes:
+      write_n_results: the number of examples that are written with their predictions. None
+        writes all.
     """
 
     write_n_results: int | None = None

@@ -73,7 +73,11 @@ class ByteTokenizer(Tokenizer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileTokenizer(Tokenizer):
-    """A tokenizer in a file. `path` is the path of the file: local, gs:// or s3://."""
+    """A tokenizer in a file.
+
+    Attributes:
+      path: the path of the file: local, gs:// or s3://.
+    """
 
     path: str
 
