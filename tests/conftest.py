@@ -47,6 +47,28 @@ hypothesis.settings.load_profile('any machine')
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+_ROOT = Path(__file__).resolve().parents[1]
+_PACKAGES = tuple(f'{_ROOT / name}{os.sep}' for name in ('partitioning', 'meshwright', 'train'))
+
+
+def _refuse_to_unpickle(event, args):
+    """Blocks pickles in all that our packages read, because unpickling can run any program.
+
+    What our own processes send each other is not read from files: the frames of `multiprocessing`,
+    through which data loaders pass examples, come first there.
+    """
+    if event != 'pickle.find_class':
+        return
+    frame = sys._getframe(1)
+    while frame is not None and f'{os.sep}multiprocessing{os.sep}' not in frame.f_code.co_filename:
+        if frame.f_code.co_filename.startswith(_PACKAGES):
+            where = f'{frame.f_code.co_filename}:{frame.f_lineno}'
+            raise PermissionError(f'{where} unpickles {".".join(map(str, args))}')
+        frame = frame.f_back
+
+
+sys.addaudithook(_refuse_to_unpickle)
+
 
 def pytest_collection_finish():
     gc.freeze()
