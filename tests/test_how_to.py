@@ -101,6 +101,7 @@ def test_the_programs_run(page, run_on, tmp_path, monkeypatch, traces):
         'export',
         'forecast',
         'layout_tests',
+        'read_an_audit',
         'read_a_dump',
         'resume_and_restore',
     ],
