@@ -8,7 +8,7 @@ from benchmarks.blame_programs.building import build_step
 from partitioning import TrainState
 from train.models.config import TransformerConfig
 from train.models.transformer import Transformer
-from train.objectives.sequences import NextToken
+from train.objectives.token_loss import NextToken
 
 MESH = {'data': 4, 'model': 2}
 RULES = [

@@ -18,8 +18,7 @@ from etils import epath
 from benchmarks.damage import damaged, damages_of, outcome, save_two_steps
 from train.checkpoints import CheckpointConfig, Checkpoints, complete_steps
 from train.checkpoints.orbax.writer import StepWriter
-from train.checkpoints.steps.deleting import delete_step
-from train.checkpoints.steps.finding import newest_step
+from train.checkpoints.steps.finding import delete_step, newest_step
 from train.checkpoints.steps.manifest import complete_step, find_files
 from train.checkpoints.steps.record import read_record
 from train.errors import ConfigError

@@ -9,7 +9,7 @@ import time
 import unittest.mock
 from pathlib import Path
 
-from train.processes.launching.children import reserved_port
+from train.processes.launching.attempts import reserved_port
 
 HANG_SECONDS = 1200  # Far longer than any job takes; it only ends processes that hang.
 context = multiprocessing.get_context('forkserver')

@@ -8,7 +8,7 @@ import pytest
 from train.processes import channel
 from train.processes.channel import open_channel
 from train.processes.disagreements import NotTogether
-from train.processes.launching.children import reserved_port
+from train.processes.launching.attempts import reserved_port
 from train.processes.wire import Limits
 
 

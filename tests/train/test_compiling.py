@@ -18,7 +18,7 @@ from train.errors import ConfigError
 from train.machine import devices as machine
 from train.machine.compiling import choose_options
 from train.planning.precompiling import compile_step, precompile
-from train.running.checks import UnexpectedLayout
+from train.running.programs import UnexpectedLayout
 from train.running.run import prepare, report_run
 from train.running.start import write_run_files
 

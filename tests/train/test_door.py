@@ -14,9 +14,15 @@ from train.errors import ConfigError
 from train.processes import channel
 from train.processes.channel import interface_of, open_channel, packages
 from train.processes.disagreements import NotTogether
-from train.processes.launching.children import reserved_port
-from train.processes.secret import find_secret, make_seals
-from train.processes.wire import Connection, Limits, greeting, read_greeting
+from train.processes.launching.attempts import reserved_port
+from train.processes.wire import (
+    Connection,
+    Limits,
+    find_secret,
+    greeting,
+    make_seals,
+    read_greeting,
+)
 
 pytestmark = pytest.mark.core
 

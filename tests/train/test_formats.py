@@ -13,8 +13,7 @@ from etils import epath
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
-from train.checkpoints.arrays.pieces import chunk_shape, piece_shape, split
-from train.checkpoints.arrays.stored import StoredArray, in_memory
+from train.checkpoints.arrays.stored import StoredArray, chunk_shape, in_memory, piece_shape, split
 from train.checkpoints.formats.opening import (
     choose_place,
     examine_place,
@@ -343,7 +342,7 @@ def stored(shape, chunk=None, dtype='float32'):
 )
 @pytest.mark.parametrize('limit', [4, 40, 2**28])
 def test_pieces_cover_an_array_once_and_cut_no_chunk(monkeypatch, shape, chunk, limit):
-    monkeypatch.setattr('train.checkpoints.arrays.pieces.PIECE_BYTES', limit)
+    monkeypatch.setattr('train.checkpoints.arrays.stored.PIECE_BYTES', limit)
     array = stored(shape, chunk)
     seen = np.zeros(shape, int)
     for index in split(array):
@@ -368,7 +367,7 @@ def test_pieces_are_not_larger_than_necessary():
     [((96, 64), None), ((32003, 8), None), ((120, 7, 3), (5, 7, 3)), ((6007, 4), (3001, 4))],
 )
 def test_chunks_are_parts_of_pieces_and_small(monkeypatch, shape, chunk):
-    monkeypatch.setattr('train.checkpoints.arrays.pieces.PIECE_BYTES', 2**12)
+    monkeypatch.setattr('train.checkpoints.arrays.stored.PIECE_BYTES', 2**12)
     array = stored(shape, chunk)
     piece, written = piece_shape(array), chunk_shape(array, 2**10)
     for size, part, whole in zip(piece, written, shape, strict=True):

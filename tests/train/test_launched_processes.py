@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from train.processes.launching import attempts, supervision
-from train.processes.launching.attempts import LaunchConfig, run_attempts
-from train.processes.launching.children import child_environment
+from train.processes.launching.attempts import LaunchConfig, child_environment, run_attempts
 from train.processes.launching.endings import Printer, find_cause
 from train.processes.launching.supervision import Child, signal_inbox, supervise
 
@@ -257,7 +256,7 @@ def test_a_wrong_setting_is_not_tried_again(attempts_of):
 LAUNCHER = """
 import json, os, sys
 from train.processes.launching.attempts import LaunchConfig, run_attempts
-from train.processes.launching.children import child_environment
+from train.processes.launching.attempts import child_environment
 from train.processes.launching.supervision import Child
 commands = json.loads(sys.argv[1])
 environment = child_environment(os.environ, 'x', [], 'y' * 16)
@@ -332,7 +331,7 @@ def test_the_processes_die_with_the_launcher(tmp_path):
     modules = str(Path(supervision.__file__).parents[3])
     code = f"""
 sys.path.insert(0, {modules!r})
-from train.processes.launching.children import end_with_launcher
+from train.processes.launching.attempts import end_with_launcher
 end_with_launcher()
 note(f'pid {{index}}', os.getpid())
 wait_forever()

@@ -9,8 +9,14 @@ import pytest
 
 from train.cli.launch import make_children
 from train.errors import ConfigError
-from train.processes.launching.attempts import LaunchConfig, count_after_loss, decide
-from train.processes.launching.children import devices_per_process, reserved_port, visible_gpus
+from train.processes.launching.attempts import (
+    LaunchConfig,
+    count_after_loss,
+    decide,
+    devices_per_process,
+    reserved_port,
+    visible_gpus,
+)
 from train.processes.launching.endings import (
     MAX_LINE_BYTES,
     Attempt,

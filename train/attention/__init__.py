@@ -1,8 +1,8 @@
 """One function for attention, which chooses the implementation that suits the machine."""
 
 from train.attention.choosing import attend as attend
-from train.attention.settings import (
+from train.attention.sight import (
     AttentionSettings as AttentionSettings,
+    Sight as Sight,
     SplashBlocks as SplashBlocks,
 )
-from train.attention.sight import Sight as Sight

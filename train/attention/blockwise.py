@@ -24,8 +24,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from partitioning.products.flops import computed_again
-from train.attention.settings import ATTENDED
-from train.attention.sight import Sight, sees_any
+from train.attention.sight import ATTENDED, Sight, sees_any
 
 Arrays = Mapping[str, Any]
 

@@ -24,8 +24,7 @@ from train.attention.layout import (
     length_axes,
     platform,
 )
-from train.attention.settings import ATTENDED, AttentionSettings, Kind
-from train.attention.sight import Sight
+from train.attention.sight import ATTENDED, AttentionSettings, Kind, Sight
 from train.errors import ConfigError, first_line
 
 
@@ -41,7 +40,7 @@ def attend(
 
     In a partitioned function, the arrays have the layouts that the logical axis rules give to
     ('batch', 'length', 'heads', 'kv'), and to 'kv_heads' in the place of 'heads' for keys and
-    values that several heads share. If the rules divide the length, see `context`. Returns the
+    values that several heads share. If the rules divide the length, see `ring`. Returns the
     weighted sums of the values, with the shape of the queries. The arrays that the backward pass
     needs have the checkpoint name `ATTENDED`, except with cuDNN. Raises a ConfigError if `settings`
     forces a kind of attention that these arguments do not allow.
@@ -56,7 +55,7 @@ def attend(
     """
     arrays = q_BLHN, k_BSKN, v_BSKN
     if axes := length_axes(q_BLHN):
-        from train.attention.context import attend_over_context  # imports Pallas, which is slow
+        from train.attention.ring import attend_over_context  # imports Pallas, which is slow
 
         return attend_over_context(*arrays, axes, sight, settings, attend)
     kind = settings.kind

@@ -22,8 +22,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 
 from train.attention.blockwise import LOWEST, Blocks, attend_with_sums, find_gradients
 from train.attention.layout import platform
-from train.attention.settings import ATTENDED, SplashBlocks
-from train.attention.sight import Sight, sees_any
+from train.attention.sight import ATTENDED, Sight, SplashBlocks, sees_any
 from train.attention.splash import block_sizes, heads_first, segment_ids
 
 

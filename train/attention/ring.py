@@ -1,31 +1,41 @@
-"""Ring attention: keys and values travel around the devices of a row, and are never gathered.
+"""Attention over rows whose length is divided over devices (context parallelism).
+
+The rules divide the length of the activations, for example by `('length', 'context')`. Everything
+in a layer except attention then works on each device's own tokens. The queries are exchanged, and
+keys and values either are gathered or travel around a ring. If several heads share one kv_head,
+they are smaller than the queries, and their gradients are scattered in the backward pass.
 
 Under a causal mask, late queries see more keys than early ones. The devices that share a row have
 contiguous parts of it, so the last device would work longest, and all others would wait for it.
 Therefore the parts are cut into halves. Of n devices, device i takes half i and half 2n - 1 - i of
 the row, one early and one late: together they see the same number of keys on every device.
 
-At each step, a device computes the attention of its queries over the keys that it holds, adds it to
-the sums of the earlier steps, and passes the keys on while it computes. In the backward pass the
-keys travel once more, together with their gradients.
+At each step of a ring, a device computes the attention of its queries over the keys that it holds,
+adds it to the sums of the earlier steps, and passes the keys on while it computes. In the backward
+pass the keys travel once more, together with their gradients.
 
 Suffixes of array names: B batch, L length, S slots of keys and values, H heads, K kv_heads,
-N head_dim.
+N head_dim. In the shard_map of gathered keys, L is the length of a device, and S of the row.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from train.attention.blockwise import LOWEST
-from train.attention.parts import add_parts, attend_part, part_gradients
-from train.attention.settings import SplashBlocks
-from train.attention.sight import Sight
+from train.attention.layout import Layout, attend_on_each_device, find_layout, platform
+from train.attention.parts import add_parts, attend_by_splash_parts, attend_part, part_gradients
+from train.attention.sight import AttentionSettings, Sight, SplashBlocks
+from train.attention.splash import LANES, choose_blocks
+from train.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,3 +242,83 @@ def _backward(ring: Ring, kept: Any, gradients: Halves) -> Any:
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def attend_over_context(
+    q_BLHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    axes: tuple[str, ...],
+    sight: Sight,
+    settings: AttentionSettings,
+    attend: Callable[..., jax.Array],
+) -> jax.Array:
+    """Computes attention on each device for some of the queries of its rows; see `attend`.
+
+    `axes` is what `length_axes` returns. `attend` is the function of this name, which computes the
+    attention of the queries of one device. Raises a ConfigError if queries and keys are not the
+    same tokens, if their number does not divide, or if the settings require the kernel for TPUs,
+    which cannot compute halves of this length.
+    """
+    sizes = jax.sharding.get_abstract_mesh().shape
+    zigzag = Zigzag(axes, math.prod(sizes[axis] for axis in axes))
+    layout = _find_layout(q_BLHN, k_BSKN, axes, zigzag.devices, sight)
+    half = q_BLHN.shape[1] // (2 * zigzag.devices)
+    if settings.kind == 'splash' and half % LANES:
+        raise ConfigError(
+            f"AttentionSettings.kind is 'splash', but each of {zigzag.devices} devices has two "
+            f'halves of {half} positions, which is not a multiple of {LANES}: use rows of another '
+            "length, or kind 'auto' or 'dot'"
+        )
+    by_splash = settings.kind == 'splash' or (settings.kind == 'auto' and platform() == 'tpu')
+    blocks = choose_blocks(settings) if by_splash and not half % LANES else None
+
+    def body(q_BLHN: Any, k_BSKN: Any, v_BSKN: Any, sight: Sight) -> jax.Array:
+        segments_BS, local = sight.segments_BL, sight.local
+        if settings.context == 'ring':
+            ring = Ring(zigzag=zigzag, half=half, whole=sight.without_arrays(), blocks=blocks)
+            return ring.attend(q_BLHN, k_BSKN, v_BSKN, segments_BS, local)
+        keys = (jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in (k_BSKN, v_BSKN))
+        k_BSKN, v_BSKN = keys
+        halves = []
+        for number, half_BLHN in zip(zigzag.numbers(), zigzag.spread(q_BLHN), strict=True):
+            first, segments_BL = number * half, None
+            if segments_BS is not None:
+                segments_BL = jax.lax.dynamic_slice_in_dim(segments_BS, first, half, axis=1)
+            seen = dataclasses.replace(
+                sight, first=first, segments_BL=segments_BL, key_segments_BS=segments_BS
+            )
+            arrays = half_BLHN, k_BSKN, v_BSKN
+            if blocks is None:
+                halves.append(attend(*arrays, sight=seen, settings=settings))
+            else:
+                halves.append(attend_by_splash_parts(*arrays, seen, blocks))
+        return zigzag.collect(*halves)
+
+    return attend_on_each_device(body, layout, q_BLHN, k_BSKN, v_BSKN, sight)
+
+
+def _find_layout(
+    q_BLHN: jax.Array, k_BSKN: jax.Array, axes: tuple[str, ...], devices: int, sight: Sight
+) -> Layout:
+    """The layout of rows and heads as without context parallelism, with the length over `axes`."""
+    length, slots, over = q_BLHN.shape[1], k_BSKN.shape[1], ' and '.join(map(repr, axes))
+    if length != slots or not isinstance(sight.first, int) or sight.first:
+        raise ConfigError(
+            f'there are {length} queries and {slots} keys, and the rules divide the length over '
+            f"{over}: only attention of a row to itself can be divided. Set ('length', None)"
+        )
+    if length % (2 * devices):
+        raise ConfigError(
+            f'rows of {length} tokens are divided over the {devices} devices of {over}, so their '
+            f'length must be a multiple of {2 * devices}: each device takes two halves of a part'
+        )
+    layout = find_layout(q_BLHN.shape, k_BSKN.shape)
+    if layout is None:
+        raise ConfigError(
+            f'the rules divide the length over {over} and pad the rows or heads (on_indivisible '
+            "is 'pad'): use sizes that the mesh divides"
+        )
+    specs = (PartitionSpec(spec[0], axes, spec[2], None) for spec in (layout.queries, layout.keys))
+    queries, keys = specs
+    return layout._replace(queries=queries, keys=keys)

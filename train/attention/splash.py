@@ -21,8 +21,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 
 from partitioning.hardware import chip_of
 from train.attention.layout import device_kind, platform
-from train.attention.settings import ATTENDED, AttentionSettings, SplashBlocks
-from train.attention.sight import Sight, sees_any
+from train.attention.sight import ATTENDED, AttentionSettings, Sight, SplashBlocks, sees_any
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,13 +14,15 @@ from train.checkpoints.arrays.stored import is_floating
 from train.checkpoints.config import CheckpointConfig, RestoreConfig
 from train.checkpoints.reading import CheckpointReader
 from train.checkpoints.steps import record
-from train.checkpoints.steps.deleting import (
+from train.checkpoints.steps.finding import (
+    complete_steps,
     delete_step,
     delete_unfinished,
     make_room,
+    newest_saved,
+    newest_step,
     remove_failed,
 )
-from train.checkpoints.steps.finding import complete_steps, newest_saved, newest_step
 from train.checkpoints.steps.manifest import complete_step, if_intact
 from train.checkpoints.steps.record import StepRecord, read_record, unfinished_file
 from train.errors import ConfigError, describe_error

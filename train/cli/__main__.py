@@ -7,7 +7,7 @@ from train.processes import signals
 if __name__ == '__main__':
     signals.handle_until_exit()  # before anything that takes time is imported
 
-    from train.processes.launching.children import end_with_launcher
+    from train.processes.launching.attempts import end_with_launcher
 
     end_with_launcher()
 

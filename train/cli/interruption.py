@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from train.processes import signals
-from train.processes.launching.children import command_of_launcher
+from train.processes.launching.attempts import command_of_launcher
 from train.processes.signals import AFTER_CTRL_C, Interrupted, how_to_resume
 
 EXIT_CODES = """\

@@ -24,7 +24,6 @@ from train.data.rows.tasks import (
     TextTask as TextTask,
 )
 from train.data.rows.text_pairs import PrefixLM as PrefixLM, SpanCorruption as SpanCorruption
-from train.data.text.byt5 import ByT5Tokenizer as ByT5Tokenizer, TokenIds as TokenIds
 from train.data.text.record_files import (
     ArrayRecords as ArrayRecords,
     ParquetFiles as ParquetFiles,
@@ -42,8 +41,10 @@ from train.data.text.sources import (
 from train.data.text.tf_records import TfRecords as TfRecords
 from train.data.text.token_index import TokenIndex as TokenIndex, open_index as open_index
 from train.data.text.tokenizers import (
+    ByT5Tokenizer as ByT5Tokenizer,
     ByteTokenizer as ByteTokenizer,
     HuggingFaceTokenizer as HuggingFaceTokenizer,
     SentencePieceTokenizer as SentencePieceTokenizer,
+    TokenIds as TokenIds,
     Tokenizer as Tokenizer,
 )

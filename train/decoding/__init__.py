@@ -7,14 +7,12 @@ from train.decoding.interface import (
     Search as Search,
     find_row_axes as find_row_axes,
 )
-from train.decoding.predicting import (
-    Predictions as Predictions,
-    check_can_decode as check_can_decode,
-    predict as predict,
-)
 from train.decoding.sampling import sample as sample
 from train.decoding.starting import (
+    Predictions as Predictions,
     Start as Start,
+    check_can_decode as check_can_decode,
+    predict as predict,
     start_decoder_only as start_decoder_only,
     start_encoder_decoder as start_encoder_decoder,
 )

@@ -19,7 +19,7 @@ from train.models.attention import Cache, Places, apply_attention, cached_names,
 from train.models.config import TransformerConfig
 from train.models.elementary import cast_matrices, look_up, multiply, normalize
 from train.models.experts.dropless import Mlps
-from train.models.experts.mixture import Mixture, mix
+from train.models.experts.layer import Mixture, mix
 from train.models.parameters import Params, list_parameters
 from train.models.pipeline import find_stages, run_pipeline
 from train.models.remat import Name, named, recompute, with_input

@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 
 from train.errors import ConfigError
-from train.objectives.model import (
+from train.objectives.objective import (
     LOSSES,
     METRICS,
     Applied,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from train.objectives.model import Applied, Model, add_losses, average_metrics, mode_arguments
+from train.objectives.objective import Applied, Model, add_losses, average_metrics, mode_arguments
 
 
 class AuxiliaryLoss(nnx.Variable):

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from train.errors import ConfigError
-from train.objectives.model import Model
 from train.objectives.modules import as_model
-from train.objectives.objective import Batch, Loss, Objective, Variables, row_weights
+from train.objectives.objective import Batch, Loss, Model, Objective, Variables, row_weights
 
 PerRow = Callable[[Any, Any], jax.Array]
 

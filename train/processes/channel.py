@@ -33,8 +33,7 @@ from train.processes.door import OTHER_SECRET, Door
 from train.processes.hub import Hub
 from train.processes.member import Member
 from train.processes.output import print_error
-from train.processes.secret import VARIABLE, find_secret, random_secret
-from train.processes.wire import Connection, Limits, Message
+from train.processes.wire import VARIABLE, Connection, Limits, Message, find_secret, random_secret
 
 _PACKAGES = ('meshwright', 'jax', 'jaxlib', 'flax', 'optax', 'numpy', 'orbax-checkpoint', 'libtpu')
 _SECONDS_BETWEEN_TRIES = 0.2

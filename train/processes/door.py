@@ -16,8 +16,16 @@ import socket
 import time
 from collections.abc import Sequence
 
-from train.processes.secret import NONCE_BYTES, make_seals
-from train.processes.wire import REFUSAL, Connection, Message, greeting, read_greeting, read_message
+from train.processes.wire import (
+    NONCE_BYTES,
+    REFUSAL,
+    Connection,
+    Message,
+    greeting,
+    make_seals,
+    read_greeting,
+    read_message,
+)
 
 # How long a guest may take to say who it is, in seconds.
 SECONDS_TO_JOIN = 5.0

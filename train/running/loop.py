@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from partitioning import TrainState
 from train.checkpoints import Checkpoints
-from train.decoding.predicting import CanDecode
+from train.decoding.starting import CanDecode
 from train.errors import ConfigError
 from train.evaluators.evaluator import is_due, run_evaluators
 from train.objectives import NextToken

@@ -25,7 +25,6 @@ from train.processes.watchdog import Watchdog
 from train.reporting.console import RunConsole
 from train.reporting.meter import Meter, Profiler, StartClock, format_figures
 from train.reporting.writers import Writers, open_writers
-from train.running.checks import agree_on_layout, agree_on_settings, check_plan
 from train.running.loop import (
     Due,
     completing,
@@ -38,7 +37,13 @@ from train.running.loop import (
     report_results,
     report_skips,
 )
-from train.running.programs import Compilation, Programs
+from train.running.programs import (
+    Compilation,
+    Programs,
+    agree_on_layout,
+    agree_on_settings,
+    check_plan,
+)
 from train.running.run import Run, prepare, report_run
 from train.running.start import (
     find_start,

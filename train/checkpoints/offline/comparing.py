@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from train.checkpoints.arrays.pieces import split
-from train.checkpoints.arrays.stored import StoredArray
+from train.checkpoints.arrays.stored import StoredArray, split
 
 # The number of values that are compared at once. Differences are computed in float64.
 BLOCK = 2**22

@@ -15,8 +15,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from train.checkpoints.arrays.on_s3 import support_s3
-from train.checkpoints.arrays.pieces import chunk_shape, grid, split
-from train.checkpoints.arrays.stored import StoredArray
+from train.checkpoints.arrays.stored import StoredArray, chunk_shape, grid, split
 from train.checkpoints.orbax.writer import Texts, TextsHandler
 from train.paths import is_remote
 

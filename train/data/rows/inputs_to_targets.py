@@ -13,10 +13,9 @@ from train.data.rows.packing import FEATURES, Lengths, Row, pair_lengths
 from train.data.rows.pair_tasks import MakeRow, PairTask, check_padding
 from train.data.rows.pairs import Ending, PairRows, Pairs
 from train.data.rows.tasks import no_progress
-from train.data.text.byt5 import ByT5Tokenizer
 from train.data.text.sources import Records, Source
 from train.data.text.token_index import Progress, TokenIndex, open_index
-from train.data.text.tokenizers import Tokenizer
+from train.data.text.tokenizers import ByT5Tokenizer, Tokenizer
 from train.errors import ConfigError
 
 

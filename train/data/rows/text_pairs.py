@@ -28,9 +28,8 @@ from train.data.rows.packing import Lengths, Row, check_lengths, check_within, p
 from train.data.rows.pair_tasks import Architecture, PairTask, check_padding
 from train.data.rows.pairs import Pair
 from train.data.rows.tasks import SourceTask
-from train.data.text.byt5 import ByT5Tokenizer
 from train.data.text.stream import Stream
-from train.data.text.tokenizers import Tokenizer
+from train.data.text.tokenizers import ByT5Tokenizer, Tokenizer
 from train.errors import ConfigError, check_counts
 
 

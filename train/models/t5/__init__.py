@@ -5,5 +5,4 @@ from train.models.t5.config import (
     RematPolicy as RematPolicy,
     T5Config as T5Config,
 )
-from train.models.t5.decoder_only import DecoderOnly as DecoderOnly
-from train.models.t5.encoder_decoder import T5 as T5
+from train.models.t5.encoder_decoder import T5 as T5, DecoderOnly as DecoderOnly

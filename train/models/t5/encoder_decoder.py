@@ -1,4 +1,4 @@
-"""The encoder-decoder network of T5 and its variants.
+"""The networks with T5's layers: an encoder-decoder, and a decoder whose prefix can see itself.
 
 Suffixes of array names: B batch, L length, S length of the encoder, E embed, V vocab.
 """
@@ -10,10 +10,67 @@ import jax
 import jax.numpy as jnp
 
 from train.models.t5.attention import decoder_mask, pair_mask, segment_mask
-from train.models.t5.config import T5Config
+from train.models.t5.config import DecoderOnlyConfig, T5Config
 from train.models.t5.layers import Embed
 from train.models.t5.stack import Decoder, Encoder
 from train.output_layer import DeferredLogits
+
+
+class DecoderOnly(nn.Module):
+    """A decoder-only transformer: maps tokens to the float32 logits of the next token.
+
+    Parameters have T5X's paths and shapes, so its checkpoints fit.
+    """
+
+    config: DecoderOnlyConfig
+
+    def setup(self) -> None:
+        self.decoder = Decoder(self.config.layer_config())
+
+    def __call__(
+        self,
+        decoder_input_tokens: jax.Array,
+        decoder_target_tokens: jax.Array,
+        decoder_segment_ids: jax.Array | None = None,
+        decoder_positions: jax.Array | None = None,
+        decoder_causal_attention: jax.Array | None = None,
+        *,
+        deterministic: bool = False,
+        decode: bool = False,
+        max_decode_length: int | None = None,
+        prefill: bool = False,
+        prefill_lengths: jax.Array | None = None,
+        defer_logits: bool = False,
+    ) -> jax.Array | DeferredLogits:
+        """Computes the logits.
+
+        Args:
+          decoder_causal_attention: 1 in the prefix, whose positions see each other in both
+            directions.
+          prefill: whether this call fills the cache with `prefill_lengths` positions of each row.
+            Later positions of the row are computed but not cached.
+          prefill_lengths: int32 [batch].
+
+        `T5.decode` describes the other arguments.
+
+        Returns:
+          float32 [batch, length, vocab_size], or what computes it.
+        """
+        mask = None
+        if not decode:
+            mask = decoder_mask(
+                decoder_target_tokens, decoder_segment_ids, decoder_causal_attention
+            )
+        deferred = self.decoder(
+            decoder_input_tokens,
+            mask,
+            prefill_lengths=prefill_lengths,
+            deterministic=deterministic,
+            decode=decode,
+            max_decode_length=max_decode_length,
+            prefill=prefill,
+        )
+        return deferred if defer_logits else deferred.logits('replicate' if decode else None)
 
 
 class T5(nn.Module):
