@@ -13,10 +13,15 @@ from train.cli.command import add_traceback, run_command
 from train.cli.commands import COMMANDS as ALL_COMMANDS
 from train.cli.interruption import EXIT_CODES, line_of_process
 from train.processes import signals
-from train.processes.launching.attempts import LaunchConfig, run_attempts
-from train.processes.launching.children import child_environment, devices_per_process, visible_gpus
+from train.processes.launching.attempts import (
+    LaunchConfig,
+    child_environment,
+    devices_per_process,
+    run_attempts,
+    visible_gpus,
+)
 from train.processes.launching.supervision import Child
-from train.processes.secret import random_secret
+from train.processes.wire import random_secret
 
 _DESCRIPTION = """\
 Starts several JAX processes of one run on this machine, to try what a cluster does. What follows --
