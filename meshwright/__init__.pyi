@@ -11,17 +11,12 @@ from meshwright.checks.asserting import (
     assert_no_implicit_reshard as assert_no_implicit_reshard,
     assert_peak_below as assert_peak_below,
 )
-from meshwright.checks.comparing import (
+from meshwright.checks.goldens import (
     assert_forecast_unchanged as assert_forecast_unchanged,
+    assert_layout_unchanged as assert_layout_unchanged,
     check_golden as check_golden,
     golden as golden,
     golden_path as golden_path,
-)
-from meshwright.checks.golden_file import (
-    Tolerances as Tolerances,
-)
-from meshwright.checks.layouts import (
-    assert_layout_unchanged as assert_layout_unchanged,
 )
 from meshwright.dumps.drawing import (
     dump_table as dump_table,
@@ -66,6 +61,9 @@ from meshwright.program.operations import (
 from meshwright.program.peak_memory import (
     LiveArray as LiveArray,
     PeakMemory as PeakMemory,
+)
+from meshwright.records.difference import (
+    Tolerances as Tolerances,
 )
 from meshwright.report.answers import (
     answer_schema as answer_schema,

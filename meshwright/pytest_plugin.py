@@ -68,5 +68,5 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 def _written() -> list[Any]:
     """The golden files that this process has written."""
-    module = sys.modules.get('meshwright.checks.files')
+    module = sys.modules.get('meshwright.records.files')
     return [] if module is None else module.WRITTEN

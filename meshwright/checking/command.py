@@ -11,13 +11,15 @@ from pathlib import Path
 from meshwright.checking.document import check_document
 from meshwright.checking.markdown import check_markdown
 from meshwright.checking.owned_by_tests import check_tests, update_tests
-from meshwright.checking.processes import CheckRun, Recorded, record_programs
+from meshwright.checking.processes import CheckRun, record_programs
 from meshwright.checking.settings import CheckedProgram, CheckSettings
-from meshwright.checking.verdicts import Verdict, judge, moved_versions
-from meshwright.checks.files import write_golden
 from meshwright.records.comparing import compare_records
+from meshwright.records.files import read_golden, write_golden
 from meshwright.records.record import Record
+from meshwright.records.verdicts import Recorded, Verdict, judge, moved_versions
 from meshwright.report.page import write_page
+
+_ADVICE = 'meshwright check --update'
 
 
 def check_programs(settings: CheckSettings, run: CheckRun) -> list[Verdict]:
@@ -26,7 +28,7 @@ def check_programs(settings: CheckSettings, run: CheckRun) -> list[Verdict]:
     Raises:
       ValueError: if a golden record is malformed.
     """
-    before = {p.name: _read(settings.golden_of(p.name)) for p in settings.programs}
+    before = {p.name: read_golden(settings.golden_of(p.name), _ADVICE) for p in settings.programs}
     now = record_programs(settings.programs, settings.root, sys.executable, run.jobs, run.progress)
     others = _with_old_versions(settings, run, before, now)
     verdicts = [
@@ -69,16 +71,6 @@ def _has_moved(before: Record | None, now: Recorded, program: CheckedProgram) ->
     return bool(moved_versions(before, now.record, ours=False))
 
 
-def _read(file: Path) -> Record | None:
-    if not file.is_file():
-        return None
-    try:
-        return Record.from_json(file.read_text(encoding='utf-8'))
-    except (ValueError, UnicodeDecodeError) as error:
-        message = f'{file}: {error}; to write it anew, meshwright check --update'
-        raise ValueError(message) from error
-
-
 def update_goldens(settings: CheckSettings, run: CheckRun) -> tuple[list[Path], list[str]]:
     """Writes the golden records that are missing or whose program changed.
 
@@ -109,7 +101,7 @@ def update_goldens(settings: CheckSettings, run: CheckRun) -> tuple[list[Path], 
 
 def _must_write(file: Path, now: Record, program: CheckedProgram) -> bool:
     try:
-        before = _read(file)
+        before = read_golden(file, _ADVICE)
     except ValueError:  # a malformed file is what --update is for
         return True
     if before is None or before.versions != now.versions:

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checking.history import CommitVerdicts
-from meshwright.checking.verdicts import Status, Verdict, worst
 from meshwright.records.difference import Difference, Kind, Unit
 from meshwright.records.record import Record
+from meshwright.records.verdicts import Status, Verdict, worst
 from meshwright.report.answers import package_versions
 from meshwright.report.plain_values import to_plain
 

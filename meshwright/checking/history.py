@@ -23,11 +23,11 @@ from meshwright.checking.commits import (
     run_git,
     work_tree,
 )
-from meshwright.checking.processes import CheckRun, FilesOfCommit, Recorded, record_programs
+from meshwright.checking.processes import CheckRun, FilesOfCommit, record_programs
 from meshwright.checking.settings import CheckedProgram, CheckSettings
-from meshwright.checking.verdicts import Verdict, judge
-from meshwright.checks.files import write_at_once
+from meshwright.records.files import write_at_once
 from meshwright.records.record import Record
+from meshwright.records.verdicts import Recorded, Verdict, judge
 from meshwright.report.answers import package_versions
 
 _FIRST = 'there is no earlier record'

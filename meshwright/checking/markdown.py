@@ -6,11 +6,12 @@ import html
 import re
 from collections.abc import Iterator, Sequence
 
-from meshwright.checking.drawing import title_of, versions_text
+from meshwright.checking.drawing import HOW_TO_UPDATE
 from meshwright.checking.pull_request import MARKER
-from meshwright.checking.verdicts import HOW_TO_UPDATE, Verdict
 from meshwright.records.difference import Difference, signed_share
 from meshwright.records.record import Record
+from meshwright.records.verdict_text import title_of, versions_text
+from meshwright.records.verdicts import Verdict
 from partitioning.amounts import bytes_str, seconds_str
 from partitioning.plan.tables import count
 

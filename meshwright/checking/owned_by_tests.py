@@ -8,18 +8,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.checking.processes import Recorded
+from meshwright.checking.processes import read_answer
 from meshwright.checking.settings import CheckSettings
-from meshwright.checking.verdicts import Verdict, judge
-from meshwright.checks.files import NOTE_VARIABLE, UPDATE_VARIABLE, read_golden
-from meshwright.checks.golden_file import FORMAT, Golden, golden_of
-from meshwright.records.record import Record, RecordedArray, RecordedExchange
-from meshwright.records.recording import record_exchanges
-from meshwright.report.forecasts import Forecast
+from meshwright.records.files import HOW_TO_UPDATE, NOTE_VARIABLE, UPDATE_VARIABLE, read_golden
+from meshwright.records.verdicts import Verdict, judge
 
 _WRITTEN = 'golden files written'  # by the plugin of pytest
 _LAST = 3  # lines of pytest that say why a test failed
@@ -78,50 +74,6 @@ def _why_failed(ended: subprocess.CompletedProcess[str]) -> str:
 
 
 def _verdict(note: Mapping[str, Any], root: Path) -> Verdict:
-    file = Path(note['golden']).resolve()
-    made = Forecast.from_json(json.dumps(note['forecast']))
-    now = _record(golden_of(made), record_exchanges(made.collectives))
-    before = None
-    if file.is_file():
-        golden = read_golden(file, Golden, FORMAT)
-        before = _record(golden, tuple(_exchanges(golden)))
-    return judge(file.stem, made.topology, file, root, before, Recorded(record=now, forecast=made))
-
-
-def _record(golden: Golden, exchanges: tuple[RecordedExchange, ...]) -> Record:
-    """A record with what a golden forecast knows."""
-    compiler, _, version = golden.compiler.partition(' ')
-    return Record(
-        function=golden.function,
-        topology=golden.topology,
-        num_slices=golden.num_slices,
-        mesh=golden.mesh,
-        versions={compiler: version} if version else {},
-        fits=golden.fits,
-        peak=golden.peak,
-        exchanges=exchanges,
-        arguments=tuple(
-            RecordedArray(
-                path=array.path,
-                shape=array.shape,
-                dtype=array.dtype,
-                spec=array.spec,
-                bytes_per_device=array.bytes_per_device,
-            )
-            for array in golden.arrays
-        ),
-    )
-
-
-def _exchanges(golden: Golden) -> Iterator[RecordedExchange]:
-    """The exchanges of a golden forecast, which has neither arrays nor lines."""
-    for sent in golden.collectives:
-        yield RecordedExchange(
-            kind=sent.kind,
-            axes=sent.axes,
-            network=sent.network,
-            dtype='',
-            array='',
-            bytes=round(sent.bytes),
-            count=sent.count,
-        )
+    file, now = Path(note['golden']).resolve(), read_answer(note)
+    before = read_golden(file, HOW_TO_UPDATE)
+    return judge(file.stem, '', file, root, before, now)

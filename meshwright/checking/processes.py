@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from meshwright.checking.settings import CheckedProgram
 from meshwright.records.record import Record
+from meshwright.records.verdicts import Recorded
 from meshwright.report.forecasts import Forecast
 
 Progress = Callable[[str], None]
@@ -39,23 +40,6 @@ class CheckRun:
     python: str = ''
     jobs: int = 1
     progress: Progress = lambda text: None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recorded:
-    """The record of a program, or why there is none.
-
-    Attributes:
-      record: the record, or None.
-      forecast: its forecast, or None.
-      error: why there is none, in one line.
-      files: the files of the repository that the program has opened, from its root.
-    """
-
-    record: Record | None = None
-    forecast: Forecast | None = None
-    error: str = ''
-    files: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,9 +220,9 @@ def _is_ours(library: str) -> bool:
     return library.startswith(os.path.join(sys.prefix, ''))
 
 
-def read_answer(answer: dict[str, Any]) -> Recorded:
+def read_answer(answer: Mapping[str, Any]) -> Recorded:
     """What a process has answered."""
-    files = frozenset(answer['files'])
+    files = frozenset(answer.get('files', ()))
     if 'error' in answer:
         return Recorded(error=answer['error'], files=files)
     return Recorded(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import hashlib
 import re
 import sys
@@ -14,12 +15,13 @@ from typing import Any
 from jax.sharding import Mesh
 
 from meshwright.auditing import list_results
+from meshwright.calls.compiled_call import is_compiled
 from meshwright.calls.compiling import Program
 from meshwright.calls.held import HeldArray
 from meshwright.causes import Cause
 from meshwright.causes.cause import source_of
 from meshwright.examining import examine
-from meshwright.forecasting import forecast_examined
+from meshwright.forecasting import forecast, forecast_examined
 from meshwright.program.collectives import Collective
 from meshwright.program.costs import read_memory, read_text
 from meshwright.program.hlo_text import bits_of, numbers_in, parse_hlo
@@ -34,8 +36,10 @@ from meshwright.records.record import (
 )
 from meshwright.records.traced_facts import find_facts, place_of
 from meshwright.report.answers import COMPILERS, package_versions
+from meshwright.report.call_audit import AuditedArray, CallAudit
 from meshwright.report.forecasts import Forecast
 from meshwright.user_lines import short_source
+from partitioning.plan.rows import PlanRow
 from partitioning.plan.tables import spec_or_padded_str
 from partitioning.rules import axis_sizes
 
@@ -47,23 +51,30 @@ _REMATERIALIZED = re.compile(
     r'from sharding (?P<before>\{.*?\}) to (?P<after>\{.*?\}) .*?= (?P<array>\w+\[[\d,]*\])'
 )
 _BUFFERS = 12
+# Settings of `forecast` that say what is described, and not which program it is.
+_DESCRIBING = ('changes', 'confirm', 'explain')
 _FRAME = re.compile(r'stack_frame_id=(\d+)')
 
 
 def record_call(fn: Any, args: Sequence[Any], **settings: Any) -> tuple[Record, Forecast]:
     """Returns what a call of a function is by meaning, and its forecast.
 
+    Of a function that was compiled already, the code is not known.
+
     Args:
-      fn: the function, as for `forecast`, but not one that was compiled already.
+      fn: the function, as for `forecast`.
       args: the arguments of the call; abstract ones suffice.
-      **settings: `topology`, `num_slices`, `axes`, `compile`, `compiler_options` and `on_cpu`, as
-        for `forecast`.
+      **settings: the settings of `forecast`. By default no change is compiled: a record has none.
 
     Raises:
       ValueError: as in `forecast`.
     """
+    if is_compiled(fn):
+        made = forecast(fn, *args, **settings)
+        return record_forecast(made), made
+    describing = {name: settings.pop(name) for name in _DESCRIBING if name in settings}
     examined = examine(fn, tuple(args), **settings)
-    made = forecast_examined(examined, confirm=False)  # a record has no changes
+    made = forecast_examined(examined, **{'confirm': False, **describing})
     target = examined.target
     found = record_program(made, examined.program, target.mesh, examined.held, examined.results)
     return found, made
@@ -90,20 +101,11 @@ def record_program(
     if program.compiled is not None:
         memory = read_memory(program.compiled, mesh.devices.flat[0].platform)
     donated = traced.donated if len(traced.donated) == len(held) else [False] * len(held)
-    return Record(
-        function=made.function,
-        topology=made.topology,
-        num_slices=made.num_slices,
-        mesh=dict(made.mesh),
+    return dataclasses.replace(
+        record_forecast(made),
         versions=_versions(made),
         files=_digests(facts.files),
-        fits=made.fits,
-        peak=made.memory.peak,
         aliased=None if memory is None else memory.aliased,
-        seconds=None if made.time is None else made.time.seconds,
-        model_flops=made.model_flops,
-        program_flops=made.program_flops,
-        exchanges=record_exchanges(made.collectives),
         arguments=tuple(_arrays(held, donated)),
         results=tuple(_arrays(list_results(traced, results, mesh), None)),
         constraints=facts.constraints,
@@ -117,6 +119,27 @@ def record_program(
             for finding in made.findings
             if finding.kind in _RECOMPILING
         ),
+    )
+
+
+def record_forecast(made: Forecast) -> Record:
+    """The record of a program of which only the forecast is known, without what its code says."""
+    compiler, _, version = made.back_end_version.partition(' ')
+    return Record(
+        function=made.function,
+        topology=made.topology,
+        num_slices=made.num_slices,
+        mesh=dict(made.mesh),
+        versions={compiler: version} if version else {},
+        fits=made.fits,
+        peak=made.memory.peak,
+        seconds=None if made.time is None else made.time.seconds,
+        model_flops=made.model_flops,
+        program_flops=made.program_flops,
+        exchanges=record_exchanges(made.collectives),
+        arguments=tuple(
+            _array(row, spec_or_padded_str(row.spec), row.bytes_per_device) for row in made.arrays
+        ),
         buffers=tuple(
             RecordedBuffer(
                 array=live.array,
@@ -125,6 +148,31 @@ def record_program(
             )
             for live, cause in made.memory.buffers[:_BUFFERS]
         ),
+    )
+
+
+def record_layouts(made: CallAudit, num_slices: int) -> Record:
+    """The record of a program of which only the layouts of arguments and results count.
+
+    Args:
+      made: its audit.
+      num_slices: the number of slices of its machine.
+    """
+    arguments, results = (
+        tuple(_array(row, row.spec, row.bytes_per_device) for row in rows)
+        for rows in (made.arguments, made.results)
+    )
+    return Record(
+        function=made.function,
+        topology=made.machine,
+        num_slices=num_slices,
+        mesh=made.mesh,
+        versions={},
+        fits=None,
+        peak=0,
+        exchanges=(),
+        arguments=arguments,
+        results=results,
     )
 
 
@@ -149,15 +197,21 @@ def _digests(files: Iterable[str]) -> dict[str, str]:
 
 def _arrays(held: Sequence[HeldArray], donated: Sequence[bool] | None) -> Iterator[RecordedArray]:
     for i, array in enumerate(held):
-        yield RecordedArray(
-            path=array.row.path,
-            shape=tuple(array.row.shape),
-            dtype=array.row.dtype,
-            spec=spec_or_padded_str(array.row.spec),
-            bytes_per_device=array.nbytes,
-            donated=bool(donated and donated[i]),
-            reason=', '.join(dict.fromkeys(repr(d.rule) for d in array.row.dimensions if d.rule)),
+        made = _array(array.row, spec_or_padded_str(array.row.spec), array.nbytes)
+        rules = dict.fromkeys(repr(d.rule) for d in array.row.dimensions if d.rule)
+        yield dataclasses.replace(
+            made, donated=bool(donated and donated[i]), reason=', '.join(rules)
         )
+
+
+def _array(row: PlanRow | AuditedArray, spec: str, nbytes: int) -> RecordedArray:
+    return RecordedArray(
+        path=row.path,
+        shape=tuple(row.shape),
+        dtype=row.dtype,
+        spec=spec,
+        bytes_per_device=nbytes,
+    )
 
 
 def record_exchanges(

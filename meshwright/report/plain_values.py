@@ -1,7 +1,7 @@
 """Frozen dataclasses as JSON, and back.
 
-to_plain(Tolerances(peak=0.02))      {'peak': 0.02, 'wire': 0.01, 'count': 0.0}
-from_plain(Tolerances, {'peak': 1})  Tolerances(peak=1)
+to_plain(At(line='model.py:41'))        {'line': 'model.py:41', 'text': '', 'why': '', 'rule': ''}
+from_plain(At, {'line': 'model.py:41'})  At(line='model.py:41')
 """
 
 from __future__ import annotations

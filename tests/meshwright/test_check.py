@@ -22,7 +22,7 @@ from meshwright.checking.markdown import MARKER, check_markdown
 from meshwright.checking.processes import Recorded
 from meshwright.checking.pull_request import comment
 from meshwright.checking.settings import read_settings
-from meshwright.checking.verdicts import exit_status, judge
+from meshwright.records.verdicts import exit_status, judge
 from train.cli import main
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ import pytest
 from forecasts_by_hand import ARRAYS, EMBED, GIB, MESH, collective, make_forecast, rows
 from jax.sharding import PartitionSpec as P
 
-from meshwright.checks.comparing import assert_forecast_unchanged, check_golden, golden_path
-from meshwright.checks.golden_file import Tolerances
+from meshwright.checks.goldens import assert_forecast_unchanged, check_golden, golden_path
+from meshwright.records.difference import Tolerances
 from partitioning import MeshConfig, PjitPartitioner
 
 
@@ -36,23 +36,23 @@ def difference(forecast, folder, **settings):
     """The lines of the difference, without the advice and the heading."""
     with pytest.raises(AssertionError) as raised:
         check_golden([forecast], folder, **settings)
-    advice, _, heading, *lines = str(raised.value).splitlines()
-    assert 'MESHWRIGHT_UPDATE_FORECASTS=1' in advice and '1 of 1 forecast changed' in advice
-    assert heading.startswith('train_step on v5p:4x4x4 (')
-    return [line.removeprefix('  ') for line in lines]
+    advice, _, file, heading, *lines = str(raised.value).splitlines()
+    assert 'MESHWRIGHT_UPDATE_FORECASTS=1' in advice and '1 of 1 golden file changed' in advice
+    assert file.startswith(str(folder)) and heading.startswith('train_step on v5p:4x4x4: ')
+    return [line.strip() for line in lines if not line.endswith(':')]
 
 
 def test_a_file_has_one_line_for_each_exchange_and_array(folder):
     text = (folder / 'train_step.v5p-4x4x4.json').read_text()
     held = json.loads(text)
     assert held['peak'] == 7.5 * GIB and held['mesh'] == {'fsdp': 16, 'tensor': 4}
-    assert held['compiler'] == 'libtpu 0.0.52'
-    assert [(c['kind'], c['axes'], c['bytes'], c['count']) for c in held['collectives']] == [
+    assert held['versions'] == {'libtpu': '0.0.52'}
+    assert [(c['kind'], c['axes'], c['bytes'], c['count']) for c in held['exchanges']] == [
         ('all-gather', ['fsdp'], 48_000_000_000, 96),
         ('all-gather', ['tensor'], 3_600_000_000, 1),
         ('all-reduce', ['tensor'], 6_400_000_000, 64),
     ]
-    assert len(re.findall('^  {"path"', text, re.M)) == len(ARRAYS) == len(held['arrays'])
+    assert len(re.findall('^  {"path"', text, re.M)) == len(ARRAYS) == len(held['arguments'])
 
 
 def test_an_equal_forecast_writes_nothing(folder):
@@ -62,7 +62,8 @@ def test_an_equal_forecast_writes_nothing(folder):
 def test_small_differences_are_tolerated(folder):
     assert check_golden([with_peak(int(7.5 * 1.0099 * GIB))], folder) == ()
     assert difference(with_peak(int(7.5 * 1.02 * GIB)), folder) == [
-        'peak memory: 7.50 GiB -> 7.65 GiB (+2.0%, more than 1%)'
+        'peak memory of a device: 7.50 GiB -> 7.65 GiB (+2.0%)',
+        'train/models/output.py:63',  # the largest buffer
     ]
     wide = Tolerances(peak=0.05)
     assert check_golden([with_peak(int(7.5 * 1.02 * GIB))], folder, tolerances=wide) == ()
@@ -70,23 +71,25 @@ def test_small_differences_are_tolerated(folder):
 
 def test_what_no_longer_fits_says_so(folder):
     assert difference(with_peak(100 * GIB), folder) == [
-        'fits -> does not fit',
-        'peak memory: 7.50 GiB -> 100.00 GiB (+1233%, more than 1%)',
+        'the machine: fits -> does not fit',
+        'peak memory of a device: 7.50 GiB -> 100.00 GiB (13 times)',
+        'train/models/output.py:63',
     ]
 
 
 def test_exchanges_are_compared_by_kind_and_axes(folder):
     (gather, cause), (reduce, _), _ = make_forecast().collectives
-    new = collective('all-to-all', ('fsdp',), 16, ('bf16[8]',), 2.0, 3, 'model.py:1')
+    small = collective('all-to-all', ('fsdp',), 16, ('bf16[8]',), 2.0, 3, 'model.py:1')
     twice = dataclasses.replace(gather, wire_bytes=1e9)
     fewer = dataclasses.replace(reduce, wire_bytes=2e8, count=32)  # as many bytes in all
-    changed = make_forecast(collectives=((twice, cause), (fewer, None), (new, None)))
-    assert difference(changed, folder) == [
-        '~ all-gather over fsdp (ici): 44.70 GiB -> 89.41 GiB (+100%, more than 1%)',
-        '- all-gather over tensor (ici): 3.35 GiB in 1',
-        '~ all-reduce over tensor (ici): executed 64 -> 32 times',
-        '+ all-to-all over fsdp (ici): 6 bytes in 3',
-    ]
+    changed = make_forecast(collectives=((twice, cause), (fewer, None), (small, None)))
+    lines = difference(changed, folder)
+    assert lines[0] == 'all-gather over fsdp of bf16 (ICI): 44.70 GiB -> 89.41 GiB (+100%)'
+    assert lines[1].startswith(
+        "train/models/transformer.py:88; rule ('embed', 'fsdp'); for params/"
+    )
+    assert lines[3] == 'exchange is gone: all-gather over tensor of f32 (ICI): 3.35 GiB'
+    assert not any('all-reduce' in line or 'all-to-all' in line for line in lines)
 
 
 def test_layouts_are_compared_exactly(folder):
@@ -96,9 +99,10 @@ def test_layouts_are_compared_exactly(folder):
     )
     changed = make_forecast(arrays=(table, *ARRAYS[1:-1]))
     assert difference(changed, folder) == [
-        "- batch/tokens: 64 x 2048 int32, P('fsdp', None), 32.8 kB per device",
-        "~ params/embedding: spec P('tensor', 'fsdp') -> P(None, 'fsdp'); bytes per device "
-        '32.8 MB -> 131.3 MB',
+        "params/embedding: P('tensor', 'fsdp'), 32.8 MB per device -> P(None, 'fsdp'), 131.3 MB "
+        'per',
+        'device',
+        "argument is gone: batch/tokens: int32 64 x 2048, P('fsdp', None), 32.8 kB per device",
     ]
 
 
@@ -106,8 +110,9 @@ def test_another_compiler_is_named_next_to_a_difference(folder):
     other = {'back_end_version': 'libtpu 0.0.60'}
     assert check_golden([make_forecast(**other)], folder) == ()
     lines = difference(dataclasses.replace(with_peak(8 * GIB), **other), folder)
-    assert lines[0] == 'compiler: libtpu 0.0.52 -> libtpu 0.0.60, which may be the reason'
-    assert lines[1].startswith('peak memory: 7.50 GiB -> 8.00 GiB (+6.7%')
+    assert 'the versions are probably the reason' in lines[0]
+    assert 'versions: libtpu 0.0.52 -> 0.0.60' in lines
+    assert 'peak memory of a device: 7.50 GiB -> 8.00 GiB (+6.7%)' in lines
 
 
 def test_files_are_replaced_when_asked(folder, monkeypatch):
@@ -144,7 +149,7 @@ def test_slices_and_names_have_their_own_files(tmp_path):
     [
         (lambda text: text[:-4], 'Expecting|delimiter'),
         (lambda text: '[' * 100_000, 'nested'),
-        (lambda text: text.replace('forecast 1', 'forecast 9'), 'format'),
+        (lambda text: text.replace('record 1', 'record 9'), 'format'),
         (lambda text: text.replace('"count"', '"times"'), r"\[0\] has an unknown entry 'times'"),
         (lambda text: text.replace('"count": 96', '"count": "x"'), r"\[0\].count .* int, not 'x'"),
         (lambda text: text.replace('"peak"', '"top"'), "the file has an unknown entry 'top'"),
@@ -160,13 +165,13 @@ def test_a_malformed_file_is_named(folder, change, message):
 
 
 def test_the_forecast_of_a_function_is_compared(tmp_path):
-    """A product whose result is whole on every device gathers the other seven rows of 32 bytes."""
+    """A product whose result is whole on every device gathers the other seven rows of 256 bytes."""
     mesh = MeshConfig(axes={'data': 8})
 
     def layout_of(*results):
         partitioner = PjitPartitioner(mesh=mesh, logical_axis_rules=[('batch', 'data')])
         double = partitioner.partition(lambda x: x * 2, (P('data'),), P(*results))
-        return double, (jax.ShapeDtypeStruct((8, 8), 'float32'),), partitioner
+        return double, (jax.ShapeDtypeStruct((8, 64), 'float32'),), partitioner
 
     def check(fn, args, partitioner):
         assert_forecast_unchanged(
@@ -180,7 +185,9 @@ def test_the_forecast_of_a_function_is_compared(tmp_path):
 
     check(*layout_of('data'))
     held = json.loads((tmp_path / 'double.v5e-2x4.json').read_text())
-    assert held['collectives'] == [] and held['mesh'] == {'data': 8}
+    assert held['exchanges'] == [] and held['mesh'] == {'data': 8}
     check(*layout_of('data'))
-    with pytest.raises(AssertionError, match=r'\+ all-gather over data .*: 224 bytes in 1'):
+    with pytest.raises(
+        AssertionError, match=r'new exchange: all-gather over data of f32 .*: 1\.8 kB'
+    ):
         check(*layout_of())

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 GOLDEN = """
 from pathlib import Path
 import pytest
-from meshwright.checks.files import must_write, write_golden
+from meshwright.records.files import must_write, write_golden
 
 @pytest.mark.parametrize('name', ['one', 'two', 'three'])
 def test_text(name):

@@ -17,7 +17,7 @@ from train.cli.command import add_traceback, run_command
 if TYPE_CHECKING:
     from meshwright.checking.processes import CheckRun
     from meshwright.checking.settings import CheckSettings
-    from meshwright.checking.verdicts import Verdict
+    from meshwright.records.verdicts import Verdict
 
 _DESCRIPTION = """\
 Compares the programs of a repository with their golden records: layouts,
@@ -76,7 +76,7 @@ def _check(options: argparse.Namespace) -> int:
     from meshwright.checking.command import check_programs, update_goldens, write_check
     from meshwright.checking.processes import CheckRun
     from meshwright.checking.settings import read_settings
-    from meshwright.checking.verdicts import exit_status
+    from meshwright.records.verdicts import exit_status
 
     jobs = min(2, os.cpu_count() or 1) if options.jobs is None else options.jobs
     if jobs < 1:

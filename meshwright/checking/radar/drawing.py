@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from meshwright.checking.drawing import wrapped
 from meshwright.checking.radar.notes import Note, notes_of_change, notes_of_error
 from meshwright.checking.radar.steps import Radar, Step
 from meshwright.checking.radar.summary import (
@@ -19,6 +18,7 @@ from meshwright.checking.radar.summary import (
     short_name,
     total_line,
 )
+from meshwright.records.verdict_text import wrapped
 from partitioning.plan.tables import count
 
 _LISTED = 8  # changes of a step; --page and --json have all

@@ -6,14 +6,13 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from meshwright.checking.processes import Recorded
 from meshwright.checking.radar.environments import Environment
 from meshwright.checking.radar.sweep import Sweep, read_record, record_all
 from meshwright.checking.settings import CheckedProgram
-from meshwright.checking.verdicts import moved_versions
 from meshwright.records.comparing import compare_records
 from meshwright.records.difference import Difference
 from meshwright.records.record import Record
+from meshwright.records.verdicts import Recorded, moved_versions
 
 Progress = Callable[[str], None]
 # Packages whose versions are in a record only if the program has loaded them.

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.checking.processes import Recorded, record_in_turn
+from meshwright.checking.processes import record_in_turn
 from meshwright.checking.radar.environments import Environment
 from meshwright.checking.settings import CheckedProgram
-from meshwright.checks.files import write_at_once
+from meshwright.records.files import write_at_once
 from meshwright.records.record import Record
+from meshwright.records.verdicts import Recorded
 
 FORMAT = 'meshwright radar record 1'
 

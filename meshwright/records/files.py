@@ -7,21 +7,20 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from meshwright.report.plain_values import from_plain, read_object
+from meshwright.records.record import Record
+from meshwright.report.forecasts import Forecast
 
 UPDATE_VARIABLE = 'MESHWRIGHT_UPDATE_FORECASTS'  # `pytest --update-forecasts` sets it
 
-# `meshwright check` sets it to a folder, in which forecasts are then written and not compared.
+# `meshwright check` sets it to a folder, in which records are then written and not compared.
 NOTE_VARIABLE = 'MESHWRIGHT_NOTE_FORECASTS'
 
 OnMissing = Literal['write', 'error']
 
 HOW_TO_UPDATE = f'run pytest --update-forecasts, or set {UPDATE_VARIABLE}=1 and run this again'
-MISSING = 'there is no golden file: commit one'
 # The files that this process has written, for the summary of pytest.
 WRITTEN: list[Path] = []
 
@@ -52,22 +51,22 @@ def file_of(
     return Path(folder) / ('.'.join(re.sub(r'[^\w.-]+', '-', part) for part in parts) + '.json')
 
 
-def read_golden(file: Path, kind: type[Any], file_format: str) -> Any:
-    """What a golden file has, as a dataclass.
+def read_golden(file: Path, advice: str) -> Record | None:
+    """The record of a golden file; None if there is no such file.
 
     Args:
       file: the file.
-      kind: the dataclass.
-      file_format: its entry "format".
+      advice: what writes it anew.
 
     Raises:
       ValueError: if the file is malformed.
     """
+    if not file.is_file():
+        return None
     try:
-        held = read_object(file.read_text(encoding='utf-8'), file_format)
-        return from_plain(kind, held, 'the file')
+        return Record.from_json(file.read_text(encoding='utf-8'))
     except ValueError as error:
-        raise ValueError(f'{file}: {error}; to write it anew, {HOW_TO_UPDATE}') from error
+        raise ValueError(f'{file}: {error}; to write it anew, {advice}') from error
 
 
 def write_golden(file: Path, text: str) -> None:
@@ -90,35 +89,16 @@ def write_at_once(file: Path, text: str) -> None:
         raise
 
 
-def note_forecast(folder: str, file: Path, forecast: Mapping[str, Any]) -> None:
-    """Writes a forecast for `meshwright check`, which compares it with its golden file.
+def note_record(folder: str, file: Path, record: Record, forecast: Forecast) -> None:
+    """Writes a record for `meshwright check`, which compares it with its golden file.
 
     Args:
       folder: the folder for such notes.
       file: the golden file.
-      forecast: the forecast, as values that JSON can hold.
+      record: the present record.
+      forecast: its forecast.
     """
     golden = str(file.absolute())
     name = f'{hashlib.sha256(golden.encode()).hexdigest()[:16]}.json'
-    held = json.dumps({'golden': golden, 'forecast': forecast})
-    (Path(folder) / name).write_text(held, encoding='utf-8')
-
-
-def section(function: str, machine: str, file: Path, lines: Sequence[str]) -> str:
-    """What differs from one golden file, or that it is missing, below a heading."""
-    return '\n'.join([f'{function} on {machine} ({file})', *(f'  {line}' for line in lines)])
-
-
-def describe_changes(what: str, total: int, sections: Sequence[str]) -> str:
-    """What a failed comparison says: how many changed, how to agree, and what differs.
-
-    Args:
-      what: what is compared, such as 'forecast'.
-      total: how many were compared.
-      sections: a heading with lines for each that differs.
-    """
-    count = f'{len(sections)} of {total} {what}{"s" * (total > 1)}'
-    return (
-        f'{count} changed. If that is intended, {HOW_TO_UPDATE}, and commit the files.\n\n'
-        + '\n\n'.join(sections)
-    )
+    held = {'golden': golden, 'record': record.as_dict(), 'forecast': forecast.as_dict()}
+    (Path(folder) / name).write_text(json.dumps(held), encoding='utf-8')

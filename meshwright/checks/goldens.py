@@ -1,4 +1,4 @@
-"""Compares forecasts with golden files, and writes the files that are missing or updated."""
+"""Compares programs with their golden records, and writes those that are missing or updated."""
 
 from __future__ import annotations
 
@@ -7,28 +7,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.checks.files import (
-    MISSING,
+from meshwright.auditing import audit
+from meshwright.records.difference import Tolerances
+from meshwright.records.files import (
+    HOW_TO_UPDATE,
     NOTE_VARIABLE,
     OnMissing,
-    describe_changes,
     file_of,
     must_write,
-    note_forecast,
+    note_record,
     read_golden,
-    section,
     write_golden,
 )
-from meshwright.checks.golden_file import (
-    FORMAT,
-    Golden,
-    Tolerances,
-    compare_golden,
-    golden_of,
-)
-from meshwright.forecasting import forecast
+from meshwright.records.record import Record
+from meshwright.records.recording import record_call, record_forecast, record_layouts
+from meshwright.records.verdict_text import verdict_lines
+from meshwright.records.verdicts import Recorded, judge
 from meshwright.report.forecasts import Forecast
-from meshwright.report.plain_values import to_lines, to_plain
+
+_WIDTH = 100  # of the message of a test that failed
 
 
 def assert_forecast_unchanged(
@@ -71,12 +68,10 @@ def assert_forecast_unchanged(
     named = [topology] if topologies is None else topologies
     machines = [one if isinstance(one, tuple) else (one, 1) for one in named]
     made = [
-        forecast(fn, *args, topology=machine, num_slices=slices, **{'confirm': False, **settings})
+        record_call(fn, args, topology=machine, num_slices=slices, **settings)
         for machine, slices in machines
     ]
-    check_golden(
-        made, golden, name=name, tolerances=tolerances, update=update, on_missing=on_missing
-    )
+    _compare(made, golden, name, tolerances, update, on_missing)
 
 
 def golden(
@@ -135,8 +130,8 @@ def check_golden(
 ) -> tuple[Path, ...]:
     """Checks that forecasts equal their golden files.
 
-    It compares the layout of every argument, the exchanges by kind and mesh axes, and the peak
-    memory. Files of another version of the compiler are compared, too, and the message names both.
+    It compares the layout of every argument, the exchanges, the peak and the time. Files of another
+    version of the compiler are compared, too, and the message names both.
 
     Args:
       forecasts: the forecasts.
@@ -152,32 +147,55 @@ def check_golden(
       The files that were written.
 
     Raises:
-      AssertionError: if a forecast differs, with one line for each difference, or if a golden file
-        is missing and must not be written.
+      AssertionError: if a forecast differs, with what changed and which line explains it, or if a
+        golden file is missing and must not be written.
       ValueError: if a golden file is malformed, or if two forecasts share one.
     """
     __tracebackhide__ = True
-    files = _files(forecasts, Path(golden), name)
-    if folder := os.environ.get(NOTE_VARIABLE):
-        for file, made in files.items():
-            note_forecast(folder, file, made.as_dict())
-        return ()
-    written, differences = [], []
-    for file, made in files.items():
-        now = golden_of(made)
-        if must_write(file, update, on_missing):
-            write_golden(file, to_lines({'format': FORMAT, **to_plain(now)}))
-            written.append(file)
-        elif not file.exists():
-            differences.append(_section(made, file, [MISSING]))
-        elif lines := compare_golden(before := read_golden(file, Golden, FORMAT), now, tolerances):
-            if before.compiler != now.compiler:
-                versions = f'{before.compiler} -> {now.compiler}'
-                lines.insert(0, f'compiler: {versions}, which may be the reason')
-            differences.append(_section(made, file, lines))
-    if differences:
-        raise AssertionError(describe_changes('forecast', len(files), differences))
-    return tuple(written)
+    made = [(record_forecast(one), one) for one in forecasts]
+    return _compare(made, golden, name, tolerances, update, on_missing)
+
+
+def assert_layout_unchanged(
+    fn: Any,
+    args: Sequence[Any],
+    *,
+    topology: str | None = None,
+    num_slices: int = 1,
+    golden: str | os.PathLike[str] = 'layouts',
+    name: str | None = None,
+    update: bool | None = None,
+    on_missing: OnMissing | None = None,
+    **settings: Any,
+) -> None:
+    """Asserts that every argument and result of a function is laid out as its golden file says.
+
+    Usage:
+      def test_the_state_stays_where_it_is():
+          assert_layout_unchanged(step, (state, batch), topology='v5p:4x4x4')
+
+    The layouts of results are the compiler's, for the machine. Its version and the memory do not
+    count.
+
+    Args:
+      fn: the function, as for `forecast`.
+      args: the arguments of a call; abstract ones suffice.
+      topology: the machine; by default, the machine of the arguments.
+      num_slices: the number of its slices.
+      golden: the folder of the golden files.
+      name: the beginning of the name of the file, by default the name of the function.
+      update, on_missing: as in `check_golden`.
+      **settings: more arguments of `audit`, such as on_cpu=True. With compile=False, only results
+        whose layout the function states are compared.
+
+    Raises:
+      AssertionError: if a layout differs, or if the golden file is missing and must not be written.
+      ValueError: if the golden file is malformed, or as in `forecast`.
+    """
+    __tracebackhide__ = True
+    made = audit(fn, *args, topology=topology, num_slices=num_slices, **settings)
+    now = record_layouts(made, num_slices)
+    _compare([(now, None)], golden, name, Tolerances(), update, on_missing)
 
 
 def golden_path(
@@ -187,19 +205,51 @@ def golden_path(
     return file_of(folder, name or forecast.function, forecast.topology, forecast.num_slices)
 
 
-def _files(forecasts: Sequence[Forecast], folder: Path, name: str | None) -> dict[Path, Forecast]:
-    files: dict[Path, Forecast] = {}
-    for made in forecasts:
-        file = golden_path(made, folder, name)
+def _compare(
+    records: Sequence[tuple[Record, Forecast | None]],
+    folder: str | os.PathLike[str],
+    name: str | None,
+    tolerances: Tolerances,
+    update: bool | None,
+    on_missing: OnMissing | None,
+) -> tuple[Path, ...]:
+    """Compares records with golden files, or writes these; returns those that were written."""
+    __tracebackhide__ = True
+    written, changed = [], []
+    for file, (now, forecast) in _files(records, folder, name).items():
+        if forecast is not None and (notes := os.environ.get(NOTE_VARIABLE)):
+            note_record(notes, file, now, forecast)
+        elif must_write(file, update, on_missing):
+            write_golden(file, now.to_json())
+            written.append(file)
+        else:
+            before = read_golden(file, HOW_TO_UPDATE)
+            verdict = judge(
+                now.function, '', file, Path(), before, Recorded(record=now), tolerances=tolerances
+            )
+            if verdict.status != 'same':
+                changed.append('\n'.join([f'{file}:', *verdict_lines(verdict, _WIDTH)]))
+    if changed:
+        raise AssertionError(
+            f'{len(changed)} of {len(records)} golden file{"s" * (len(records) > 1)} changed. If '
+            f'that is intended, {HOW_TO_UPDATE}, and commit the files.\n\n' + '\n\n'.join(changed)
+        )
+    return tuple(written)
+
+
+def _files(
+    records: Sequence[tuple[Record, Forecast | None]],
+    folder: str | os.PathLike[str],
+    name: str | None,
+) -> dict[Path, tuple[Record, Forecast | None]]:
+    """The golden file of each record."""
+    files: dict[Path, tuple[Record, Forecast | None]] = {}
+    for made, forecast in records:
+        file = file_of(folder, name or made.function, made.topology, made.num_slices)
         if file in files:
             raise ValueError(
                 f'two forecasts of {made.function} on {made.topology} would share {file}: compare '
                 'them in separate calls, each with its own name'
             )
-        files[file] = made
+        files[file] = made, forecast
     return files
-
-
-def _section(made: Forecast, file: Path, lines: Sequence[str]) -> str:
-    slices = f', {made.num_slices} slices' if made.num_slices > 1 else ''
-    return section(made.function, f'{made.topology}{slices}', file, lines)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from meshwright.checking.processes import Recorded
 from meshwright.records.comparing import compare_records
 from meshwright.records.difference import Difference, Tolerances
 from meshwright.records.record import Record
@@ -19,7 +18,22 @@ Status = Literal['same', 'changed', 'versions', 'missing', 'error']
 # The worst first.
 STATUSES: tuple[Status, ...] = ('error', 'missing', 'changed', 'versions', 'same')
 
-HOW_TO_UPDATE = 'run `meshwright check --update`, and commit the files'
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """The record of a program, or why there is none.
+
+    Attributes:
+      record: the record, or None.
+      forecast: its forecast, or None.
+      error: why there is none, in one line.
+      files: the files of the repository that the program has opened, from its root.
+    """
+
+    record: Record | None = None
+    forecast: Forecast | None = None
+    error: str = ''
+    files: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +96,7 @@ def judge(
         made, after=now.record, forecast=now.forecast, machine=machine or now.record.topology
     )
     if before is None:
-        message = f'there is no golden record: {HOW_TO_UPDATE}'
+        message = 'there is no golden file: commit one'
         return dataclasses.replace(made, status='missing', message=message)
     versions = moved_versions(before, now.record)
     made = dataclasses.replace(made, versions=versions)
@@ -138,13 +152,13 @@ def _together(made: Verdict, before: Record, now: Record, tolerances: Tolerances
         return _with(made, (), found, why if found else '')
     if any(one.is_of_code for one in found):
         why = (
-            'the code and the versions changed; name a Python with the old versions, '
-            '--python=PATH, to tell apart which of them moved the other figures'
+            'the code and the versions changed; `meshwright check --python=PATH`, with a Python '
+            'that has the old versions, tells apart which of them moved the other figures'
         )
         return _with(made, found, (), why)
     why = (
-        'the code says the same, so the versions are probably the reason; --python=PATH, a Python '
-        'with the old versions, makes it certain'
+        'the code says the same, so the versions are probably the reason; `meshwright check '
+        '--python=PATH`, with a Python that has the old versions, makes it certain'
     )
     return _with(made, (), found, why if found else '')
 
