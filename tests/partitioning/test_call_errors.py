@@ -195,11 +195,6 @@ def test_other_values_than_the_state(partitioner, how, arguments, parts):
     assert 'specs from this' not in message
 
 
-def test_one_result_where_specs_say_two(partitioner):
-    call = partitioner.partition(identity, (DATA,), (None, None))
-    assert_says(error_of(call, X), 'identity', 'a tuple of 2', 'returns an array')
-
-
 def test_a_list_of_arguments(partitioner):
     """The number of entries is known only when such a function is called."""
     call = partitioner.partition(lambda *xs: sum(xs), (DATA, DATA), DATA)
@@ -378,12 +373,6 @@ def test_the_exception_of_the_function_comes_out_unchanged(partitioner):
         assert any(frame.name == 'fail' for frame in caught.traceback)
     with pytest.raises(OwnError):
         call(make_state(), batch=BATCH)
-
-
-def test_errors_of_jax_in_the_function_come_out_unchanged(partitioner):
-    call = partitioner.partition(lambda x, y: x @ y, (DATA, None), None)
-    with pytest.raises(TypeError, match='contracting'):
-        call(X, np.ones((5, 3), 'float32'))
 
 
 @pytest.mark.parametrize('collective', [jax.lax.pmean, jax.lax.psum])

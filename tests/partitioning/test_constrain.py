@@ -95,16 +95,6 @@ def test_errors_of_constrain(axis_type, names, rules, message):
         jax.jit(functools.partial(constrain, names=names, rules=rules))(X)
 
 
-@MESHES
-def test_constrain_refuses_sizes_that_do_not_divide(axis_type):
-    """Under Auto axes, jax would drop the constraint without a warning."""
-    with (
-        jax.set_mesh(mesh_of(axis_type)),
-        pytest.raises(ValueError, match='6 is not divisible by 4'),
-    ):
-        jax.jit(lambda x: constrain(x[:6], ('batch', 'embed'), RULES))(X)
-
-
 @pytest.mark.parametrize('types', ['auto', 'explicit', ('explicit', 'auto'), ('auto', 'explicit')])
 def test_arrays_outside_a_function_are_moved(types):
     """Arrays are moved along every axis of the spec, wherever they were created."""
@@ -152,20 +142,6 @@ def test_specs_that_do_not_fit_the_array_are_errors(axis_type):
 
 
 # lay_out with a mesh given explicitly.
-
-
-@MESHES
-@pytest.mark.parametrize('spec', [P('data', 'model'), P(None, 'data'), None], ids=str)
-def test_lay_out_over_a_given_mesh(axis_type, spec):
-    """No mesh is set; the array is moved outside a function and constrained inside."""
-    mesh = mesh_of(axis_type)
-    expected = NamedSharding(mesh, P() if spec is None else spec)
-    moved = lay_out(X, spec, mesh)
-    np.testing.assert_array_equal(moved, X)
-    assert moved.sharding.is_equivalent_to(expected, 2)
-    inside = jax.jit(lambda x: lay_out(x, spec, mesh) * 2)(moved)
-    np.testing.assert_array_equal(inside, X * 2)
-    assert inside.sharding.is_equivalent_to(expected, 2)
 
 
 def test_lay_out_over_axes_of_mixed_types():

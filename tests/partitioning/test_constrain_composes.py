@@ -254,13 +254,6 @@ def test_axes_of_three_types():
         np.testing.assert_allclose(jax.jit(fn)(x), np.sin(x), rtol=1e-6)
 
 
-def test_without_jit_over_axes_of_two_types():
-    with jax.set_mesh(mesh_of('explicit and auto')):
-        place = lambda x: constrain(x, ('batch', 'embed'), RULES)  # noqa: E731
-        grads = jax.grad(lambda x: jnp.sin(place(x)).sum())(X)
-    np.testing.assert_allclose(grads, np.cos(X), rtol=1e-6)
-
-
 # Inside a vmap that shards its batched dimension.
 
 

@@ -9,8 +9,6 @@ from boxed_states import KEY, RULES, box
 from flax import nnx, struct
 from flax.core import freeze
 from flax.linen import partitioning as t5x
-from hypothesis import given, settings, strategies as st
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from partitioning import (
     LogicallyPartitioned,
@@ -125,14 +123,6 @@ def test_fields_of_converted_boxes():
     assert not is_box(linen['batch_stats']['norm']['mean'])
 
 
-def test_a_named_sharding_becomes_names_and_a_mesh():
-    sharding = NamedSharding(MESH, P('data', None))
-    with nnx.use_eager_sharding(False):
-        state = nnx.State({'w': nnx.Param(jnp.zeros((8, 4)), out_sharding=sharding)})
-    made = to_linen_boxes(state)['params']['w']
-    assert (made.names, made.mesh) == (('data', None), MESH)
-
-
 def named_params():
     """Parameters with logical names, which all three carriers can hold."""
     return {
@@ -189,41 +179,11 @@ def test_a_linen_model_becomes_an_nnx_model():
     assert model.up.kernel.get_metadata()['out_sharding'] == ('embed', 'mlp')
 
 
-@pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit])
-def test_conversion_moves_no_array_inside_a_mesh(axis_type):
-    linen = named_params()
-    with jax.set_mesh(create_mesh((4, 2), ('data', 'model'), axis_types=axis_type)):
-        state = to_nnx_state(linen)
-        assert state['up']['kernel'].get_value().sharding.num_devices == 1
-        assert to_linen_boxes(state)['params']['up']['kernel'].names == ('embed', 'mlp')
-
-
 def test_abstract_states():
     abstract = jax.eval_shape(named_params)
     kernel = to_nnx_state(abstract)['up']['kernel']
     assert kernel.get_value() is abstract['params']['up']['kernel'].value
     assert to_linen_boxes(to_nnx_state(abstract)) == abstract
-
-
-NAMES = st.lists(st.sampled_from(['a', 'b', 'c', None]), max_size=3, unique=True).map(tuple)
-KINDS = st.sampled_from([nn.Partitioned, nn.LogicallyPartitioned, Partitioned])
-TREES = st.recursive(
-    st.tuples(NAMES, KINDS),
-    lambda below: st.dictionaries(st.sampled_from('pqr'), below, min_size=1, max_size=3),
-    max_leaves=6,
-).filter(lambda tree: isinstance(tree, dict))
-
-
-@settings(max_examples=40)
-@given(TREES)
-def test_any_tree_survives_the_round_trip(tree):
-    params = jax.tree.map(
-        lambda leaf: leaf[1](jax.ShapeDtypeStruct((2,) * len(leaf[0]), 'float32'), leaf[0]),
-        tree,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-    made = {'params': params}
-    assert boxes(to_linen_boxes(to_nnx_state(made))) == boxes(made)
 
 
 # Arrays and trees that cannot be converted.

@@ -87,14 +87,6 @@ def test_the_order_of_the_devices_argument_does_not_matter(machine, sizes):
     assert ids(create_mesh(sizes, names, devices=shuffled)) == ids(mesh)
 
 
-@pytest.mark.parametrize('sizes', [(2, 4, 4), (8, 4), (4, 8), (2, 16), (32, 1)])
-def test_later_axes_stay_within_a_slice(sizes):
-    names = [f'axis{i}' for i in range(len(sizes))]
-    mesh = create_mesh(sizes, names, devices=tpu_slices(2, (4, 4, 1), 'TPU v6 lite'))
-    of_slice = np.vectorize(lambda d: d.slice_index)(mesh.devices)
-    assert of_slice.ravel().tolist() == [0] * 16 + [1] * 16
-
-
 def test_an_axis_larger_than_a_slice():
     mesh = create_mesh((2, 16), ('a', 'b'), devices=tpu_slices(4, (2, 4, 1), 'TPU v6 lite'))
     slices = [sorted({d.slice_index for d in row}) for row in mesh.devices]
@@ -114,12 +106,6 @@ def test_the_last_axis_spans_few_hosts(local, processes, data):
         assert {hosts.count(h) for h in hosts} == {math.gcd(last, local)}
 
 
-def test_hosts_of_unequal_size():
-    """They are ordered by process and id."""
-    devices = [*gpus(4, 2)[:7]][::-1]
-    assert ids(create_mesh((7,), ('data',), devices=devices)) == list(range(7))
-
-
 # Granules of other sizes.
 
 
@@ -131,19 +117,6 @@ def test_granule_size_joins_hosts():
     assert ids(joined) == np.arange(12).reshape(4, 3).tolist()
     backwards = create_mesh((4, 3), ('a', 'b'), devices=gpus(4, 3)[::-1], granule_size=12)
     assert ids(backwards) == ids(joined)
-
-
-def test_granule_size_splits_a_host():
-    """Each row has pairs from both halves of the host, instead of four consecutive GPUs."""
-    parted = create_mesh((3, 4), ('a', 'b'), devices=gpus(12, 1)[::-1], granule_size=6)
-    assert ids(parted) == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
-
-
-def test_domains_that_gpus_know():
-    devices = gpus(2, 3, domains=2)
-    mesh = create_mesh((4, 3), ('a', 'b'), devices=devices)
-    assert ids(mesh) == np.arange(12).reshape(4, 3).tolist()
-    assert [{d.slice_index for d in row} for row in mesh.devices] == [{0}, {0}, {1}, {1}]
 
 
 # Errors, each a ValueError with the numbers.

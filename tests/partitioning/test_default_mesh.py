@@ -5,7 +5,6 @@ import random
 
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from mock_devices import gpus, ids, sorted_ids, tpu_slices, tpus
 
 from partitioning import default_mesh, get_cpu_mesh
@@ -13,32 +12,6 @@ from partitioning import default_mesh, get_cpu_mesh
 pytestmark = pytest.mark.core
 
 # Machines without a T5X table entry: each device appears once, in any order.
-
-
-@pytest.mark.parametrize(
-    'kind, bounds, cores, num_partitions',
-    [
-        ('TPU v3', (4, 4, 1), 2, 32),
-        ('TPU v4', (2, 2, 2), 1, 8),
-        ('TPU v4', (2, 2, 4), 1, 8),
-        ('TPU v4', (2, 2, 2), 2, 2),  # without megacore
-        ('TPU v4', (2, 2, 2), 2, 4),
-        ('TPU v5 lite', (4, 4, 1), 1, 1),
-        ('TPU v5 lite', (4, 4, 1), 1, 4),
-        ('TPU v5 lite', (2, 4, 1), 1, 8),
-        ('TPU v5', (2, 2, 2), 1, 2),
-        ('TPU v5', (4, 4, 4), 1, 16),
-        ('TPU v6 lite', (8, 8, 1), 1, 32),
-        ('TPU v6 lite', (4, 4, 1), 1, 2),
-        ('TPU7x', (2, 2, 2), 2, 4),
-        ('TPU7x', (4, 4, 4), 2, 16),
-    ],
-)
-def test_meshes_beyond_the_tables(kind, bounds, cores, num_partitions):
-    devices = tpus(bounds, kind, cores)
-    mesh = default_mesh(num_partitions, devices=devices)
-    assert dict(mesh.shape) == {'data': len(devices) // num_partitions, 'model': num_partitions}
-    assert sorted(np.ravel(ids(mesh)).tolist()) == list(range(len(devices)))
 
 
 MACHINES = [
@@ -50,14 +23,6 @@ MACHINES = [
     ('TPU v6 lite', (4, 4, 1), 1),
     ('TPU7x', (2, 2, 4), 2),
 ]
-
-
-@pytest.mark.parametrize('kind, bounds, cores', MACHINES)
-def test_two_partitions_are_neighbours(kind, bounds, cores):
-    """They are one link apart, or on one chip if a chip has two devices."""
-    for a, b in default_mesh(2, devices=tpus(bounds, kind, cores)).devices:
-        links = sum(abs(i - j) for i, j in zip(a.coords, b.coords, strict=True))
-        assert links == (0 if cores == 2 else 1)
 
 
 # Several slices.
@@ -79,19 +44,6 @@ def test_replicas_are_slices(kind, bounds, cores, slices):
     assert ids(mesh)[0] == ids(default_mesh(4, devices=tpus(bounds, kind, cores)))
 
 
-def test_some_of_the_slices():
-    devices = tpu_slices(4, (2, 2, 2), 'TPU v4')
-    mesh = default_mesh(4, devices=devices[8:24])
-    assert [{d.slice_index for d in replica.flat} for replica in mesh.devices] == [{1}, {2}]
-    assert dict(default_mesh(4, devices=devices[8:16]).shape) == {'data': 2, 'model': 4}
-
-
-def test_slices_of_unequal_size():
-    devices = tpu_slices(2, (2, 2, 2), 'TPU v4')[:-2]
-    with pytest.raises(ValueError, match=r'unequal.*\[8, 6\]'):
-        default_mesh(2, devices=devices)
-
-
 # CPU and GPU.
 
 
@@ -110,15 +62,6 @@ def test_slices_of_unequal_size():
 )
 def test_gpu_hosts_of_any_shape(local, processes, num_partitions, expected):
     assert ids(default_mesh(num_partitions, devices=gpus(local, processes))) == expected
-
-
-@pytest.mark.parametrize('num_partitions, racks', [(8, 1), (72, 1), (9, 1), (144, 2)])
-def test_partitions_stay_in_a_rack(num_partitions, racks):
-    """72 GPUs share one NVLink network, and a host has four of them."""
-    devices = gpus(4, 36)
-    mesh = default_mesh(num_partitions, devices=devices, granule_size=72)
-    assert sorted_ids(mesh) == list(range(144))
-    assert all(len({d.id // 72 for d in row}) == racks for row in mesh.devices)
 
 
 def test_racks_decide_the_order():
@@ -160,17 +103,3 @@ def test_more_partitions_than_a_slice(num_partitions, hint):
     with pytest.raises(ValueError, match=expected) as error:
         default_mesh(num_partitions, devices=devices)
     assert ('ici_mesh_shape' in str(error.value)) == hint
-
-
-# Axis types.
-
-
-def test_axis_types():
-    auto, explicit = AxisType.Auto, AxisType.Explicit
-    assert default_mesh(2).axis_types == (auto, auto)
-    assert default_mesh(2, axis_types=explicit).axis_types == (explicit, explicit)
-    assert default_mesh(2, axis_types=(explicit, auto)).axis_types == (explicit, auto)
-    slices = tpu_slices(2, (2, 2, 2), 'TPU v4')
-    assert default_mesh(2, devices=slices, axis_types=explicit).axis_types == (explicit,) * 3
-    with pytest.raises(ValueError, match=r"axis_types.*\('replica', 'data', 'model'\)"):
-        default_mesh(2, devices=slices, axis_types=(auto, auto))

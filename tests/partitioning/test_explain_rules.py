@@ -2,9 +2,7 @@
 
 import re
 
-import jax
 import numpy as np
-import optax
 import pytest
 from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
@@ -14,7 +12,6 @@ from partitioning import (
     AxisRules,
     MeshConfig,
     PjitPartitioner,
-    TrainState,
     explain_rules,
     suggest_rules,
 )
@@ -82,18 +79,6 @@ def test_names_of_another_rank_are_listed():
     }
     assert not found.is_complete
     assert 'another number of names than dimensions: 2 arrays' in str(found)
-
-
-def test_no_rules_take_nothing():
-    found = explain_rules(MODEL, [])
-    assert len(found.untaken) == 4 and found.rules == ()
-    assert '4 need a rule' in str(found)
-
-
-def test_arrays_of_the_optimizer_follow():
-    state = jax.eval_shape(lambda: TrainState.create({'params': MODEL}, optax.adam(1e-3)))
-    assert taken(COMPLETE, state) == taken(COMPLETE)
-    assert not explain_rules(state, COMPLETE).untaken
 
 
 def test_small_arrays_need_no_rule_and_large_ones_do():

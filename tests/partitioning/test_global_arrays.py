@@ -75,15 +75,6 @@ def test_rows_survive_the_round_trip(order, spec):
     np.testing.assert_array_equal(back, local)
 
 
-@pytest.mark.parametrize('shape, names', [((8,), 'x'), ((2, 2, 2), 'xyz'), ((1, 8, 1), 'xyz')])
-def test_meshes_of_any_rank(shape, names):
-    mesh = real_mesh(shape, tuple(names), MIXED)
-    local = rows(24, 3)
-    spec = P(tuple(reversed(names)))
-    array = local_to_global(local, mesh, spec, batch_size=24)
-    assert_holds(array, local, NamedSharding(mesh, spec))
-
-
 FLOATS = (np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.complex64)
 
 
@@ -124,12 +115,6 @@ def test_trees_without_arrays_are_returned(empty):
     assert local_to_global(empty, MESH, P('data')) == empty
     assert local_to_global(empty, MESH, P('data'), batch_size=16) == empty
     assert global_to_local(empty) == empty
-
-
-def test_rows_may_be_jax_arrays():
-    local = jnp.arange(32.0).reshape(8, 4)
-    array = local_to_global(local, MESH, P('data', 'model'))
-    assert_holds(array, np.asarray(local), NamedSharding(MESH, P('data', 'model')))
 
 
 def test_local_rows_are_a_copy():

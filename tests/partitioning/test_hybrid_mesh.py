@@ -2,11 +2,9 @@
 
 import random
 
-import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from mock_devices import cpus, gpus, ids, sorted_ids, tpu_slices, tpus, two_slices_of_v4
+from mock_devices import cpus, gpus, ids, tpu_slices, tpus, two_slices_of_v4
 
 from partitioning import create_hybrid_mesh, create_mesh
 
@@ -53,19 +51,6 @@ def test_one_slice_needs_no_dcn(sizes):
         assert ids(mesh) == ids(create_mesh(sizes, names, devices=devices))
 
 
-def test_this_machine_by_default():
-    mesh = create_hybrid_mesh((2, -1), (1, 1), ('a', 'b'))
-    assert set(mesh.devices.flat) == set(jax.devices())
-    assert mesh.devices.shape == (2, 4)
-
-
-def test_axis_types():
-    types = (AxisType.Explicit, AxisType.Auto)
-    for dcn, devices in (((2, 1), two_slices_of_v4()), ((1, 1), two_slices_of_v4()[:4])):
-        assert hybrid((2, 2), dcn, devices, axis_types=types).axis_types == types
-    assert hybrid((2, 2), (2, 1), two_slices_of_v4()).axis_types == (AxisType.Auto,) * 2
-
-
 # Processes and other granules.
 
 
@@ -85,29 +70,6 @@ def test_processes_of_a_slice_as_granules():
     assert ids(mesh) == [[0, 2, 1, 3], [4, 6, 5, 7]]
     with pytest.raises(ValueError, match='number of slices is 1'):
         hybrid((1, 4), (2, 1), devices)
-
-
-def test_processes_of_several_slices_as_granules():
-    devices = tpu_slices(2, (2, 2, 2), 'TPU v4')
-    mesh = hybrid((1, 4), (4, 1), devices, process_is_granule=True)
-    assert [{d.process_index for d in row} for row in mesh.devices] == [{0}, {1}, {2}, {3}]
-    with pytest.raises(ValueError, match=r'\(4, 1\).* number of slices is 2'):
-        hybrid((1, 4), (4, 1), devices, process_is_granule=False)
-
-
-@pytest.mark.parametrize(
-    'size, ici, dcn, first',
-    [
-        (4, (2, 2), (2, 2), [0, 1, 4, 5]),
-        (2, (1, 2), (4, 2), [0, 1, 2, 3]),
-        (16, (4, 4), (1, 1), [0, 1, 2, 3]),
-    ],
-)
-def test_granules_of_a_size(size, ici, dcn, first):
-    mesh = hybrid(ici, dcn, gpus(8, 2), granule_size=size)
-    assert mesh.devices.shape == (4, 4) or size == 2
-    assert ids(mesh)[0] == first
-    assert sorted_ids(mesh) == list(range(16))
 
 
 # Errors.

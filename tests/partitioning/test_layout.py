@@ -1,10 +1,7 @@
 """Which rows and chunks each process holds, for any assignment of devices; and what is refused."""
 
-import dataclasses
 import math
-import re
 
-import layout_oracle
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -121,13 +118,6 @@ def test_scalars_have_one_replica_per_process():
         assert LocalChunker(FOUR, process).get_local_chunk_info((), ()) == info
 
 
-def test_replicas_are_numbered_by_their_places_in_the_mesh():
-    mesh = mesh_of_processes([[1, 1], [0, 0]], ('data', 'model'))
-    for axes in ((), 'model'):
-        assert [LocalChunker(mesh, process).get_replica_id(axes) for process in (0, 1)] == [1, 0]
-    assert LocalChunker(mesh, 1).get_local_chunk_info((4,), (None,)).replica_id == 0
-
-
 # The partitioner.
 
 
@@ -181,13 +171,6 @@ def test_a_batch_size_that_does_not_divide_comes_with_sizes_that_fit(size, fits)
 
 
 # Errors.
-
-
-@pytest.mark.parametrize('size', [-8, 0, 16.0, 15.5, True, '16'])
-@pytest.mark.parametrize('axes', ['data', ()])
-def test_a_batch_size_must_be_a_count(size, axes):
-    with pytest.raises(ValueError, match=rf'batch size {re.escape(repr(size))} must be .*>= 1'):
-        data_layout(STRIDED, axes, size, 0)
 
 
 @pytest.mark.parametrize('host', [9, -1, '0', 0.5, True])
@@ -304,75 +287,10 @@ def test_chunks_of_any_assignment(data, mesh):
 
 # Known meshes.
 
-IN_PAIRS = mesh_of_processes([[0, 0], [1, 1], [0, 0], [1, 1]], ('data', 'model'))
 SHARED = mesh_of_processes([[0, 1], [0, 1], [2, 3], [2, 3]], ('data', 'model'))
-IN_A_RING = mesh_of_processes([[0, 1], [1, 2], [2, 3], [3, 0]], ('data', 'model'))
-
-
-@pytest.mark.parametrize(
-    'mesh, rows, is_even',
-    [
-        (IN_PAIRS, {0: (0, 1, 4, 5), 1: (2, 3, 6, 7)}, True),
-        (SHARED, dict.fromkeys((0, 1), (0, 1, 2, 3)) | dict.fromkeys((2, 3), (4, 5, 6, 7)), True),
-        (IN_A_RING, {0: (0, 1, 6, 7), 1: (0, 1, 2, 3), 2: (2, 3, 4, 5), 3: (4, 5, 6, 7)}, False),
-    ],
-)
-def test_the_oracle_on_known_meshes(mesh, rows, is_even):
-    assert check_rows(mesh, 'data', 8) == rows
-    assert data_layout(mesh, 'data', 8, 1).is_even == is_even
 
 
 def test_one_replica_writes_a_replicated_array():
     assert check_chunks(SHARED, ('data', None), (4, 3)) == {0: 6, 1: 0, 2: 6, 3: 0}
     assert check_chunks(SHARED, (None, None), (4, 3)) == {0: 12, 1: 0, 2: 0, 3: 0}
     assert check_chunks(SHARED, (), ()) == {0: 1, 1: 0, 2: 0, 3: 0}
-
-
-# The oracle must fail for a wrong layout.
-
-
-@pytest.mark.parametrize(
-    'mesh, name, change',
-    [
-        (IN_PAIRS, 'row_indices', lambda rows: rows[:-1]),
-        (IN_PAIRS, 'row_indices', lambda rows: (*rows, 7)),
-        (IN_PAIRS, 'row_indices', lambda rows: rows[::-1]),
-        (IN_PAIRS, 'row_indices', lambda rows: (4, 5, 6, 7)),  # contiguous, as T5X assumes
-        (IN_PAIRS, 'shard_id', lambda _: 0),
-        (IN_PAIRS, 'num_shards', lambda _: 4),
-        (IN_PAIRS, 'batch_size', lambda _: 16),
-        (IN_PAIRS, 'is_even', lambda _: False),
-        (IN_A_RING, 'is_even', lambda _: True),
-        (IN_PAIRS, 'is_first_host_in_replica_set', lambda _: False),
-        (SHARED, 'is_first_host_in_replica_set', lambda _: True),
-    ],
-)
-def test_the_oracle_rejects_wrong_rows(mesh, name, change, monkeypatch):
-    def wrong(mesh, axes, batch_size, process):
-        layout = data_layout(mesh, axes, batch_size, process)
-        changes = {name: change(getattr(layout, name))} if process == 1 else {}
-        return dataclasses.replace(layout, **changes)
-
-    monkeypatch.setattr(layout_oracle, 'data_layout', wrong)
-    with pytest.raises(AssertionError, match=r'process 1 of \(4, 2\)'):
-        check_rows(mesh, 'data', 8)
-
-
-def with_replica_ids(add):
-    return lambda chunks: tuple(LocalChunkInfo(c.slice, add(c.replica_id)) for c in chunks)
-
-
-@pytest.mark.parametrize(
-    'mesh, change, message',
-    [
-        (IN_PAIRS, lambda chunks: chunks[1:], 'process 0'),
-        (IN_PAIRS, lambda chunks: (), 'process 0'),
-        (SHARED, with_replica_ids(lambda _: 0), r'\[2\] times'),
-        (SHARED, with_replica_ids(lambda n: n + 1), r'\[0\] times'),
-    ],
-)
-def test_the_oracle_rejects_wrong_chunks(mesh, change, message, monkeypatch):
-    right = LocalChunker.get_local_chunks
-    monkeypatch.setattr(LocalChunker, 'get_local_chunks', lambda *args: change(right(*args)))
-    with pytest.raises(AssertionError, match=message):
-        check_chunks(mesh, ('data',), (4,))

@@ -2,7 +2,6 @@
 
 import itertools
 
-import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,10 +11,7 @@ from boxed_states import abstract_box as box
 from hypothesis import given, settings, strategies as st
 
 from partitioning import (
-    AxisNames,
     AxisRules,
-    PjitPartitioner,
-    create_mesh,
     resolve_axes,
     unbox,
 )
@@ -38,21 +34,6 @@ def mesh_axes_as_names(shape, *names):
 
 def params(**arrays):
     return {'params': arrays}
-
-
-@flax.struct.dataclass
-class SaysItself:
-    """A state with T5X's as_logical_axes(), and one array of two dimensions."""
-
-    params: dict
-    names: tuple = flax.struct.field(pytree_node=False)
-
-    def as_logical_axes(self):
-        return self.replace(params={'w': AxisNames(*self.names)})
-
-
-def says_itself(*names):
-    return SaysItself({'w': jax.ShapeDtypeStruct((8, 8), jnp.float32)}, names)
 
 
 def of_kind(findings, kind):
@@ -90,27 +71,6 @@ def test_findings_of_rules(rules, sizes, severity, kind, rule, message):
     assert (finding.severity, finding.kind) == (severity, kind)
     assert finding.where == f'rule {rule!r}'
     assert message in finding.message
-
-
-@pytest.mark.parametrize(
-    'rules, sizes',
-    [
-        (RULES, SIZES),
-        ([], SIZES),
-        ([('mlp', ('x', 'y'))], {'x': 1, 'y': 2}),
-        ([('a', 'data'), ('a', 'model'), ('a', None)], SIZES),
-        ([('a', ('data', 'model')), ('a', 'data')], SIZES),
-    ],
-)
-def test_rules_without_findings(rules, sizes):
-    assert lint(rules, sizes) == ()
-
-
-def test_meshes_and_sizes_of_axes():
-    mesh = create_mesh((4, 2), ('data', 'model'))
-    for given_mesh in (mesh, mesh.abstract_mesh, SIZES):
-        assert [f.kind for f in lint([('a', 'zz')], given_mesh)] == ['absent axis']
-        assert lint(RULES, given_mesh) == ()
 
 
 AXES = st.one_of(
@@ -162,13 +122,6 @@ def test_errors_of_an_array(array, kind, message):
     assert message in finding.message
 
 
-def test_a_state_that_names_its_axes_with_another_rank():
-    (finding,) = errors(lint(RULES, SIZES, says_itself('embed')))
-    assert (finding.kind, finding.where) == ('rank', 'params/w')
-    assert "('embed',)" in finding.message and '(8, 8)' in finding.message
-    assert errors(lint(RULES, SIZES, says_itself('embed', 'mlp'))) == []
-
-
 @pytest.mark.parametrize(
     'state, message',
     [
@@ -205,18 +158,6 @@ def test_everything_at_once():
     unmatched = of_kind(lint(rules, SIZES, state), 'unmatched')
     assert [f.message.count('Did you mean') for f in unmatched] == [1, 1]
     assert "'embed'" in unmatched[0].message and "'mlp'" in unmatched[1].message
-
-
-def test_wrong_names_do_not_hide_other_errors():
-    state = params(
-        a=box((8,), 'embed', 'mlp'),
-        b=box((8, 8), 'embed', 'mlp', None),
-        c=jnp.zeros((8, 8)),
-        d=box((8, 8), 'embd', 'mlp'),
-    )
-    text = '\n'.join(map(str, errors(lint(RULES, SIZES, state))))
-    for path in ('params/a', 'params/b', 'params/c', 'params/d'):
-        assert path in text
 
 
 def test_errors_come_first():
@@ -272,30 +213,12 @@ def test_decisions_of_policies(policies, array, message):
     assert finding.where == 'params/w' and finding.message.startswith(message)
 
 
-def test_a_state_without_findings():
-    state = params(
-        w=box((8, 8), 'embed', 'mlp'),
-        v=box((3,), 'heads'),
-        n=box((5,), None),
-    )
-    assert lint(RULES, SIZES, state) == ()
-
-
 def test_an_error_of_a_parameter_is_not_repeated_for_its_statistics():
     wrong = params(w=jnp.ones((8, 7)))
     wrong['opt_state'] = optax.adam(1e-3).init(wrong['params'])
     wrong['params']['w'] = box((8, 7), 'embed', 'mlp')
     (finding,) = errors(lint(RULES, SIZES, wrong))
     assert (finding.kind, finding.where) == ('indivisible', 'params/w')
-
-
-def test_names_by_path():
-    bare = params(w=jnp.zeros((8, 8)), v=jnp.zeros((7,)))
-    names = [('w', ('embed', 'mlp')), ('v', ('mlp',))]
-    (finding,) = errors(lint(RULES, SIZES, bare, names=names))
-    assert (finding.kind, finding.where) == ('indivisible', 'params/v')
-    partitioner = PjitPartitioner(2, AxisRules(RULES, names=names))
-    assert partitioner.lint(bare) == lint(RULES, SIZES, bare, names=names)
 
 
 def test_rules_of_the_optimizer():
@@ -313,12 +236,6 @@ def test_rules_of_the_optimizer():
         ('warning', 'unused', "rule ('heads', None)"),
     }
     assert 'size 6 is not divisible by 4' in of_kind(found, 'indivisible')[0].message
-
-
-def test_a_shadowed_rule_is_not_unused_too():
-    rules = [*RULES, ('embed', ('model', 'data'))]
-    state = params(w=box((8, 8), 'embed', 'mlp'), v=box((3,), 'heads'))
-    assert [f.kind for f in lint(rules, SIZES, state)] == ['shadowed']
 
 
 # Mesh axes that nothing uses.

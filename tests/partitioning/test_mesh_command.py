@@ -2,8 +2,6 @@
 
 import itertools
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -43,25 +41,6 @@ def test_a_machine_that_is_not_here_as_the_readme_shows_it(capsys):
     pytest.importorskip('libtpu', reason='describing TPUs needs libtpu')
     flags = ('--topology=v5e:16x16', '--num_partitions=8')
     assert run(capsys, *flags) == (0, V5E_16X16, '')
-
-
-def test_the_program_writes_nothing_to_stderr():
-    pytest.importorskip('libtpu', reason='describing TPUs needs libtpu')
-    command = [sys.executable, '-m', 'partitioning.mesh', '--topology=v5p:4x4x4']
-    done = subprocess.run(
-        [*command, '--num_slices=2', '--axes=replica=2,data=-1,model=8', '--wrap=true,true,false'],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stderr == ''
-    lines = done.stdout.splitlines()
-    assert lines[0] == '2 slices of v5p:4x4x4, links form rings along x, y'
-    assert [line.split()[:3] for line in lines[3:]] == [
-        ['replica', '2', 'DCN'],
-        ['data', '8', 'ICI'],
-        ['model', '8', 'ICI'],
-    ]
 
 
 def test_the_settings_of_a_config_are_flags(capsys):

@@ -81,14 +81,6 @@ def test_a_config_in_gin():
     assert mesh.axis_types == (AxisType.Explicit, AxisType.Auto)
 
 
-def test_devices_can_be_chosen():
-    some = jax.devices()[4:]
-    mesh = MeshConfig(axes={'x': 2, 'y': -1}, devices=some).build()
-    assert mesh.devices.ravel().tolist() == some
-    assert MeshConfig(axes={'x': 8}, backend='cpu').build().size == 8
-    assert ids(MeshConfig(axes={'x': 3}, devices=iter(cpus(3, 1))).build()) == [0, 1, 2]
-
-
 # Axes over slices.
 
 
@@ -107,12 +99,6 @@ def test_dcn_multiplies_the_axes_it_names():
     assert slices_of(rows) == [[n // 2] * 2 for n in range(8)]
 
 
-def test_without_dcn_the_first_axes_span_the_slices():
-    devices = tpu_slices(2, (2, 2, 1), 'TPU v4')
-    mesh = MeshConfig(axes={'data': -1, 'model': 4}, devices=devices).build()
-    assert slices_of(mesh) == [[0] * 4, [1] * 4]
-
-
 @pytest.mark.parametrize('order', ['best', 't5x'])
 def test_a_slice_axis_is_there_where_there_are_slices(order):
     config = MeshConfig(axes={'data': -1, 'model': 4}, slice_axis='pod', order=order)
@@ -127,39 +113,6 @@ def test_a_slice_axis_is_there_where_there_are_slices(order):
     assert ids(two) == [ids(one), (np.array(ids(one)) + 8).tolist()]
     assert dict(build(gpus(8, 2)).shape) == {'data': 4, 'model': 4}
     assert dict(build(None).shape) == {'data': 2, 'model': 4}
-
-
-@pytest.mark.parametrize('order', ['best', 't5x'])
-def test_a_slice_axis_among_the_axes_is_always_there(order):
-    axes = {'data': -1, 'pod': 1, 'model': 4}
-    for num_slices in (1, 2):
-        devices = tpu_slices(num_slices, (2, 2, 2), 'TPU v4')
-        config = MeshConfig(axes=axes, slice_axis='pod', order=order, devices=devices)
-        mesh = config.build()
-        assert dict(mesh.shape) == {'data': 2, 'pod': num_slices, 'model': 4}
-        assert slices_of(mesh) == [[[s] * 4 for s in range(num_slices)]] * 2
-
-
-@pytest.mark.parametrize(
-    'settings, slice_axis',
-    [
-        ({'num_partitions': 2}, 'replica'),
-        ({'num_partitions': 2, 'mesh_axis_names': ('rows', 'columns')}, None),
-        ({'num_partitions': 2, 'mesh_axis_names': ('pod', 'rows', 'columns')}, 'pod'),
-        ({'ici_mesh_shape': (1, 4, 2), 'dcn_mesh_shape': (1, 1, 1)}, 'replica'),
-        (
-            {
-                'ici_mesh_shape': (4, 2),
-                'dcn_mesh_shape': (1, 1),
-                'mesh_axis_names': ('data', 'model'),
-            },
-            None,
-        ),
-        ({'num_partitions': 2, 'num_expert_partitions': 2}, 'replica'),
-    ],
-)
-def test_the_slice_axis_of_t5x_settings(settings, slice_axis):
-    assert MeshConfig.from_t5x(**settings).slice_axis == slice_axis
 
 
 # T5X's order, and experts.

@@ -1,38 +1,15 @@
 """T5X's settings of a mesh: names, shapes within and over slices, and contradictions."""
 
-import math
-
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from mock_devices import gpus, ids, sorted_ids, tpu_slices, tpus
 
 from partitioning import PjitPartitioner
-from partitioning.mesh.aliases import create_hybrid_mesh, default_mesh, default_moe_mesh
+from partitioning.mesh.aliases import default_mesh
 
 pytestmark = pytest.mark.core
 
 # Shapes within slices and over them.
-
-
-@pytest.mark.parametrize(
-    'kind, bounds, ici',
-    [
-        ('TPU v5 lite', (4, 4, 1), (1, 8, 2)),
-        ('TPU v5 lite', (4, 4, 1), (1, 16, 1)),
-        ('TPU v5', (4, 4, 4), (1, 32, 2)),
-        ('TPU v6 lite', (16, 16, 1), (1, 128, 2)),
-        ('TPU v6 lite', (16, 16, 1), (1, 64, 4)),
-    ],
-)
-def test_hybrid_meshes(kind, bounds, ici):
-    devices = tpu_slices(2, bounds, kind)
-    mesh = default_mesh(None, ici_mesh_shape=ici, dcn_mesh_shape=(2, 1, 1), devices=devices)
-    assert mesh.axis_names == ('replica', 'data', 'model')
-    assert mesh.devices.shape == (2 * ici[0], ici[1], ici[2])
-    assert sorted(np.ravel(ids(mesh)).tolist()) == list(range(2 * math.prod(bounds)))
-    for replica in (0, 1):
-        assert {d.slice_index for d in mesh.devices[replica].ravel()} == {replica}
 
 
 @pytest.mark.parametrize(
@@ -76,25 +53,12 @@ def test_names_and_shapes_of_different_number(names, ici, dcn, numbers):
 # Axis names with num_partitions.
 
 
-def test_two_names():
-    mesh = default_mesh(2, mesh_axis_names=('rows', 'columns'))
-    assert dict(mesh.shape) == {'rows': 4, 'columns': 2}
-    assert ids(mesh) == ids(default_mesh(2))
-
-
 @pytest.mark.parametrize('devices', [None, gpus(4, 2), tpus((2, 2, 2), 'TPU v4')])
 def test_the_first_of_three_names_is_the_slice_axis(devices):
     """A program for several slices runs on one slice, too."""
     mesh = default_mesh(2, mesh_axis_names=('replica', 'data', 'model'), devices=devices)
     assert dict(mesh.shape) == {'replica': 1, 'data': 4, 'model': 2}
     assert ids(mesh)[0] == ids(default_mesh(2, devices=devices))
-
-
-def test_three_names_of_several_slices():
-    devices = tpu_slices(2, (4, 4, 1), 'TPU v3', cores=2)
-    mesh = default_mesh(4, mesh_axis_names=('pod', 'rows', 'columns'), devices=devices)
-    assert dict(mesh.shape) == {'pod': 2, 'rows': 8, 'columns': 4}
-    assert ids(mesh) == ids(default_mesh(4, devices=devices))
 
 
 @pytest.mark.parametrize(
@@ -140,12 +104,6 @@ def test_submesh_off_the_torus(platform, devices):
 # Types of numbers and names.
 
 
-@pytest.mark.parametrize('number', [np.int64(2), np.int32(2)])
-def test_numpy_integers(number):
-    assert default_mesh(number).devices.shape == (4, 2)
-    assert default_moe_mesh(number, number).devices.shape == (2, 2, 2)
-
-
 def test_num_partitions_cannot_agree_with_whatever_remains():
     with pytest.raises(ValueError, match='each decide the model axis'):
         default_mesh(2, ici_mesh_shape=(1, 4, -1), dcn_mesh_shape=(1, 1, 1))
@@ -159,12 +117,6 @@ def test_an_empty_tuple_of_names_does_not_mean_the_default_names():
 def test_the_message_names_the_setting_that_was_given():
     with pytest.raises(ValueError, match=r'^ici_mesh_shape \(1, 8, 2\) with dcn.* is 8; .*fits'):
         default_mesh(None, ici_mesh_shape=(1, 8, 2), dcn_mesh_shape=(1, 1, 1))
-
-
-def test_process_is_granule_counts_processes_even_if_no_axis_spans_them():
-    devices = tpus((2, 2, 2), 'TPU v4')
-    with pytest.raises(ValueError, match='number of processes is 2'):
-        create_hybrid_mesh((4, 2), (1, 1), ('a', 'b'), devices=devices, process_is_granule=True)
 
 
 @pytest.mark.parametrize(
@@ -185,20 +137,6 @@ def test_settings_of_other_types(settings, message):
 def test_shapes_as_numpy_arrays():
     ici, dcn = np.array([1, 4, 2]), np.array([1, 1, 1])
     assert default_mesh(None, ici_mesh_shape=ici, dcn_mesh_shape=dcn).devices.shape == (1, 4, 2)
-
-
-@pytest.mark.parametrize('ici, shape', [((1, -1, 2), (1, 4, 2)), ((-1, 1, 8), (1, 1, 8))])
-def test_whatever_remains(ici, shape):
-    mesh = default_mesh(None, ici_mesh_shape=ici, dcn_mesh_shape=(1, 1, 1))
-    assert mesh.devices.shape == shape
-
-
-def test_axis_types():
-    types = (AxisType.Auto, AxisType.Explicit, AxisType.Auto)
-    shapes = {'ici_mesh_shape': (1, 4, 2), 'dcn_mesh_shape': (1, 1, 1)}
-    assert default_mesh(None, **shapes, axis_types=types).axis_types == types
-    assert default_moe_mesh(2, 2, axis_types=types).axis_types == types
-    assert default_moe_mesh(2, 2).axis_types == (AxisType.Auto,) * 3
 
 
 def test_a_granule_larger_than_the_domains_that_gpus_know():

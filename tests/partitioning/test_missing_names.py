@@ -76,14 +76,6 @@ def test_layers_without_names_next_to_layers_with_names(make):
             assert row.spec == (P('data', 'model') if kernel else P(None)), row.path
 
 
-def test_lint_lists_each_array_and_the_path_rules_once():
-    partitioner = partitioner_of()
-    found = partitioner.lint(partitioner.eval_shape(lambda key: Layers().init(key, X), KEY))
-    errors = [finding for finding in found if finding.severity == 'error']
-    assert len(errors) == 6 and {finding.kind for finding in errors} == {'names'}
-    assert sum('AxisRules(names=' in finding.message for finding in errors) == 1
-
-
 def test_path_rules_never_rename_an_array_that_has_names():
     """A rule for all layers would also match one that has names, so each array gets a rule."""
 

@@ -68,21 +68,6 @@ def test_nnx_modules(path, transform):
     assert_equal(out, expected())
 
 
-@pytest.mark.parametrize('path', ['blocks/0', 'blocks/1/fc2', 'blocks.0.fc1'])
-def test_nnx_modules_within(path):
-    module, plain = tower(ShardingPlan({}, {path: P('data', 'model')})), tower()
-    for part in path.replace('.', '/').split('/'):
-        module, plain = (
-            m[int(part)] if part.isdigit() else getattr(m, part) for m in (module, plain)
-        )
-    x = np.ones((8, 64 if path.endswith('fc2') else 16), 'float32')
-    with jax.set_mesh(MESH):
-        out = under_jit(module, x)
-    assert has_spec(out, P('data', 'model')) and isinstance(module, type(plain))
-    assert type(module).__name__ == type(plain).__name__
-    assert_equal(out, plain(x))
-
-
 def test_gradients_and_steps():
     """The losses equal the model's losses on one device."""
 
@@ -142,16 +127,6 @@ def test_other_modules_of_the_same_class_are_unchanged():
     with jax.set_mesh(MESH):
         assert has_spec(under_jit(sharded), P('data', 'model'))
         assert under_jit(plain).sharding.is_fully_replicated
-
-
-def test_the_mesh_of_shard_module_is_used_where_none_is_set():
-    assert has_spec(under_jit(tower(TOP)), P('data', 'model'))
-
-
-def test_a_second_plan_replaces_the_first():
-    module = shard_module(tower(TOP), ShardingPlan({}, {'by_name/top': P('model')}), MESH)
-    with jax.set_mesh(MESH):
-        assert has_spec(under_jit(module), P('model'))
 
 
 def test_explicit_axes():

@@ -65,13 +65,6 @@ def spec_by_sizes(path, shape):
     return P(*history, *(axes[size] for size in shape[len(history) :]))
 
 
-def test_expected_specs_are_not_trivial():
-    """The specs that other tests compare with use both axes."""
-    assert linen_spec('table') == P('model', 'data')
-    assert linen_spec('layers/up') == P(None, 'data', 'model')
-    assert linen_spec('layers/bias') == P(None, 'model')
-
-
 @pytest.mark.parametrize('name', OPTIMIZERS)
 def test_every_statistic_follows_its_parameter(name):
     state = abstract_state(name)

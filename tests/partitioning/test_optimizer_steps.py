@@ -26,8 +26,9 @@ pytestmark = pytest.mark.core
 
 # One for each kind of layout in test_optimizer_layouts.py: a statistic of another shape, a copy for
 # several steps, a history, a projection, and a search that calls the objective.
-STEPPED = ('adamw', 'adafactor', 'adafactor with momentum', 'MultiSteps', 'sm3', 'lbfgs', 'galore')
-EVERY_OPTIMIZER = pytest.mark.parametrize('name', STEPPED)
+STEPPED = ('adamw', 'adafactor', 'adafactor with momentum', 'MultiSteps', 'sm3')
+SLOW = [pytest.param(name, marks=pytest.mark.long) for name in ('lbfgs', 'galore')]
+EVERY_OPTIMIZER = pytest.mark.parametrize('name', [*STEPPED, *SLOW])
 WITH_MODEL = ('adamw', 'adafactor')  # the others use `pull` alone, which compiles faster
 
 
@@ -101,18 +102,6 @@ def run(name):
     return types.SimpleNamespace(
         plan=plan, born=born, state=state, step=partitioned, sharded=sharded, plain=plain
     )
-
-
-def test_gradients_are_well_conditioned():
-    """The model contributes to every gradient, and no gradient is as small as rounding errors."""
-    params = params_on_one_device()
-    gradients = by_path(jax.jit(jax.grad(with_model))(params, TOKENS))
-    for path, gradient in gradients.items():
-        distance = np.asarray(by_path(params)[path] - TARGETS[path])
-        of_pull = distance + distance**3 / 10
-        assert np.abs(gradient - of_pull).max() > 0.05
-        assert np.abs(gradient).min() > 0.3
-        assert np.abs(of_pull).min() > 0.3
 
 
 # Rounding moves singular vectors by its ratio to the gap between singular values, here 1 in 12, and

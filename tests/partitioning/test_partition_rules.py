@@ -75,13 +75,6 @@ def test_the_first_rule_that_is_found_in_a_path_decides():
     assert 'lm_head/kernel' in reason
 
 
-def test_anchored_rules_match_paths_inside_the_parameters_too():
-    rules = [('^lm_head', P('mp')), ('^params/transformer/wte', P('fsdp')), ('kernel$', P('dp'))]
-    plan = partitioner_of([*rules, ('', ())]).plan({'params': PARAMS})
-    assert plan['params/lm_head/kernel'].spec == P('mp', None)
-    assert plan['params/transformer/wte/embedding'].spec == P('fsdp', None)
-
-
 @pytest.mark.parametrize('min_size', [8, 128], ids=['factored', 'not factored'])
 @pytest.mark.parametrize('kind', ['tuple', 'dict'])
 def test_statistics_follow_their_parameters(min_size, kind):
@@ -109,14 +102,6 @@ def test_statistics_follow_their_parameters(min_size, kind):
     assert len(rows) == 2
     if min_size == 8:
         assert {row.shape: row.spec for row in rows} == {(16,): P('fsdp'), (32,): P(None)}
-
-
-def test_a_state_that_cannot_be_separated_is_matched_path_by_path():
-    # Nothing says that 'ema' holds copies of 'model'.
-    state = {'model': PARAMS, 'ema': PARAMS}
-    plan = partitioner_of().plan(state)
-    for path, (_, spec) in EXPECTED.items():
-        assert plan[f'model/{path}'].spec == plan[f'ema/{path}'].spec == spec
 
 
 def test_rules_from_a_gin_file():

@@ -82,12 +82,6 @@ def test_donated_input_is_deleted(partitioner):
     assert given.is_deleted() and not kept.is_deleted()
 
 
-def test_static_arguments(partitioner):
-    power = partitioner.partition(lambda x, n: x**n, (P('data'),), P('data'), static_argnums=1)
-    np.testing.assert_array_equal(power(rows(8), 2), rows(8) ** 2)
-    np.testing.assert_array_equal(power(rows(8), 3), rows(8) ** 3)
-
-
 def test_traced_once(partitioner):
     traces = []
 
@@ -152,13 +146,6 @@ def test_keywords(partitioner, resources, args, kwargs):
     np.testing.assert_allclose(out, affine(*args, **kwargs))
     assert out.sharding.spec == P('data')
     np.testing.assert_allclose(call(*args, **kwargs), out)
-
-
-@pytest.mark.parametrize('kwargs', [{'w': 3.0}, {'b': 5.0}, {'scale': 7.0}])
-def test_keywords_next_to_defaults(partitioner, kwargs):
-    """All positional arguments have resources, and some keep their defaults."""
-    call = partitioner.partition(affine, (P('data'), None, None), P('data'))
-    np.testing.assert_allclose(call(rows(8), **kwargs), affine(rows(8), **kwargs))
 
 
 def test_resources_follow_a_keyword(partitioner):
@@ -231,14 +218,6 @@ def test_methods(partitioner):
         assert y.sharding.spec == P('data', 'model')
 
 
-def test_methods_with_keywords(partitioner):
-    call = partitioner.partition(affine, (P('data'),), P('data'))
-    x = jax.ShapeDtypeStruct((8,), jnp.float32)
-    assert call.eval_shape(x, scale=x).shape == (8,)
-    assert call.lower(x, scale=x).out_info.shape == (8,)
-    assert call.trace(x, scale=x).jaxpr.out_avals[0].shape == (8,)
-
-
 def test_type_and_name_of_a_partitioned_function(partitioner):
     call = partitioner.partition(affine, (P('data'),), None)
     assert isinstance(call, PjittedFnWithContext)
@@ -270,23 +249,6 @@ def test_contexts_are_set_only_inside(partitioner, method):
         (call if method == '__call__' else getattr(call, method))(rows(8))
     assert seen == [(('data', 'model'), RULES)]
     assert contexts() == before == ((), ())
-
-
-def test_constraints_inside(partitioner):
-    seen = {}
-
-    def fn(x):
-        a = nn.with_logical_constraint(x + 1, ('batch', 'embed'))
-        b = jax.lax.with_sharding_constraint(x + 2, P('model', 'data'))
-        jax.debug.inspect_array_sharding(a, callback=lambda s: seen.update(a=s))
-        jax.debug.inspect_array_sharding(b, callback=lambda s: seen.update(b=s))
-        return a, b
-
-    partitioner.partition(fn, None, None)(rows(8, 8))
-    jax.effects_barrier()  # the callbacks may run after the call returns
-    mesh = partitioner.mesh
-    assert seen['a'].is_equivalent_to(NamedSharding(mesh, P('data', 'model')), 2)
-    assert seen['b'].is_equivalent_to(NamedSharding(mesh, P('model', 'data')), 2)
 
 
 def test_around_a_jitted_function(partitioner):

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from partitioning import (
     BasePartitioner,
@@ -44,14 +44,6 @@ def test_a_given_mesh_decides_alone(mesh, settings):
     assert all(name in str(error.value) for name in settings)
 
 
-def test_settings_next_to_a_mesh():
-    partitioner = PjitPartitioner(
-        mesh=SQUARE, params_on_devices=False, logical_axis_rules=[('batch', 'model')]
-    )
-    assert partitioner.mesh is SQUARE and not partitioner.params_on_devices
-    assert partitioner.data_partition_spec == P('model')
-
-
 @pytest.mark.parametrize(
     'mesh',
     [
@@ -64,16 +56,6 @@ def test_a_description_of_a_mesh(mesh):
     assert partitioner.mesh is partitioner.mesh  # it is made once
     assert dict(partitioner.mesh.shape) == {'data': 2, 'model': 2}
     assert set(partitioner.mesh.devices.flat) == set(jax.devices()[4:])
-
-
-@pytest.mark.parametrize('mesh', [(4, 2), True, 'data=8'])
-def test_values_that_are_not_meshes(mesh):
-    with pytest.raises(ValueError, match=r'^mesh=.*MeshConfig'):
-        PjitPartitioner(mesh=mesh)
-
-
-def test_axes_are_auto_by_default():
-    assert {*PjitPartitioner(num_partitions=2).mesh.axis_types} == {AxisType.Auto}
 
 
 def test_default_rules():

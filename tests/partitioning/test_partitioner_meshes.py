@@ -11,7 +11,6 @@ from partitioning import (
     PjitPartitioner,
     constrain,
     create_mesh,
-    standard_logical_axis_rules,
 )
 from partitioning.partitioner.base_pjit import BasePjitPartitioner
 
@@ -22,19 +21,6 @@ pytestmark = pytest.mark.core
 
 def two_slices():
     return tpu_slices(2, (2, 2, 2), 'TPU v4')
-
-
-def test_the_batch_goes_over_slices():
-    config = MeshConfig.from_t5x(4, devices=two_slices())
-    partitioner = PjitPartitioner(mesh=config)
-    assert dict(partitioner.mesh.shape) == {'replica': 2, 'data': 2, 'model': 4}
-    assert partitioner.data_partition_spec == P(('replica', 'data'))
-    assert partitioner.data_mesh_size == 4
-    rules = partitioner.logical_axis_rules
-    assert rules == tuple(standard_logical_axis_rules(mesh_axes=('replica', 'data', 'model')))
-    base = BasePjitPartitioner(mesh=config)
-    assert base.data_partition_spec == P(('replica', 'data'))
-    assert base.data_mesh_size == 4
 
 
 RULES = [('batch', 'data'), ('mlp', 'model'), ('embed', 'data'), ('batch', 'model')]
@@ -107,26 +93,6 @@ def test_axes_without_default_rules_have_no_rules():
         partitioner.partition(lambda a: constrain(a, ('mlp', 'embed')), None, None)(np.ones((4, 4)))
     double = partitioner.partition(lambda a: a * 2, P('x'), P('y'))  # specs need no rules
     assert double(np.arange(8.0)).tolist() == (np.arange(8.0) * 2).tolist()
-
-
-@pytest.mark.parametrize(
-    'names, sizes, spec',
-    [
-        (('data', 'fsdp', 'sequence', 'model'), (2, 2, 1, 2), P(('data', 'fsdp'))),
-        (('data', 'expert'), (4, 2), P(('data', 'expert'))),
-        (('stage', 'fsdp', 'sequence'), (2, 2, 2), P('fsdp')),
-        (('model',), (8,), P(None)),
-    ],
-)
-def test_default_rules_follow_the_axes(names, sizes, spec):
-    for partitioner in (
-        PjitPartitioner(mesh=create_mesh(sizes, names)),
-        PjitPartitioner(mesh=MeshConfig(axes=list(zip(names, sizes, strict=True)))),
-    ):
-        assert partitioner.mesh.axis_names == names and partitioner.mesh.devices.shape == sizes
-        rules = tuple(standard_logical_axis_rules(mesh_axes=names))
-        assert partitioner.logical_axis_rules == rules
-        assert partitioner.data_partition_spec == spec
 
 
 @pytest.mark.parametrize('axis, hint', [('foo', ''), ('modle', "Did you mean 'model'?")])

@@ -23,7 +23,6 @@ from partitioning import (
     MeshConfig,
     MoePjitPartitioner,
     PaddedSpec,
-    Partitioned,
     PjitPartitioner,
     Plan,
     TrainState,
@@ -199,13 +198,6 @@ def test_an_assigned_mesh_is_not_lost_in_a_pickle():
     assert again(partitioner).mesh == ABSTRACT
 
 
-def test_the_meshes_of_boxes_are_not_in_a_pickle():
-    partitioner = PjitPartitioner(num_partitions=2, logical_axis_rules=RULES)
-    boxed = Partitioned(jax.ShapeDtypeStruct((8, 4), np.float32), ('embed', 'mlp'), mesh=SQUARE)
-    assert partitioner.get_mesh_axes({'kernel': boxed}) == {'kernel': P(None, 'model')}
-    assert again(partitioner).logical_axis_rules == tuple(RULES)
-
-
 def test_a_pickled_plan_is_like_its_file(tmp_path):
     partitioner = PjitPartitioner(mesh=SQUARE, logical_axis_rules=RULES)
     plan = partitioner.plan(init, KEY)
@@ -270,12 +262,6 @@ def test_plans_and_specs_need_no_devices(abstract, concrete):
     assert abstract.data_partition_spec == P('data') and abstract.data_mesh_size == 4
     imposed = PjitPartitioner(ABSTRACT, plan).plan(init, KEY)
     assert imposed == expected
-
-
-def test_an_abstract_mesh_of_explicit_axes():
-    mesh = AbstractMesh((4, 2), ('data', 'model'), axis_types=(AxisType.Explicit,) * 2)
-    plan = PjitPartitioner(mesh=mesh, logical_axis_rules=RULES).plan(init, KEY)
-    assert plan.shardings['kernel'] == NamedSharding(mesh, P(None, 'model'))
 
 
 def apply(params, x):

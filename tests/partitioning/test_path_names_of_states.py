@@ -11,12 +11,10 @@ from flax.training import train_state
 from jax.sharding import PartitionSpec as P
 from test_path_names import (
     ALL,
-    NNX_RULES,
     PATHS,
     RULES,
     SHAPES,
     SWAPPED,
-    nnx_state,
     params,
     partitioner_of,
 )
@@ -80,14 +78,6 @@ def test_optimizer_state_follows(kind, tx, boxed):
         assert spec == follows(path, shapes[path], expected), path
     copies = [p for p in axes if p.endswith('enc/kernel') and shapes[p] == SHAPES['enc/kernel']]
     assert len(copies) == {'adam': 3, 'lbfgs': 4, 'adafactor': 1}[tx]
-
-
-def test_optimizer_state_of_overridden_nnx_variables_follows():
-    named = {'kernel_metadata': {'out_sharding': ('embed', 'mlp')}}
-    rules = [('enc/kernel', ('mlp', 'embed')), *NNX_RULES[1:]]
-    axes = partitioner_of(rules).get_mesh_axes(nnx_state(optax.adam(1e-3), **named))
-    assert axes[0]['enc']['kernel'] == P('model', 'data')
-    assert axes[1]['opt_state'][0]['mu']['enc']['kernel'] == P('model', 'data')
 
 
 ZERO = {'rules': [('embed', None), ('mlp', 'model')], 'optimizer': RULES}

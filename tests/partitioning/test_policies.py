@@ -52,20 +52,6 @@ def test_drop_axis_keeps_the_most_shards(size, expected):
 # Errors, and whether the solutions they propose work.
 
 
-def state_of_width(width):
-    return {'params': {'mlp': {'wi': box((16, width), 'embed', 'mlp')}}}
-
-
-def test_message_of_a_size_that_does_not_divide():
-    with pytest.raises(ValueError) as error:
-        partitioner_of().get_mesh_axes(state_of_width(7))
-    message = str(error.value)
-    for part in ['params/mlp/wi', '(16, 7)', '7 is not divisible by 2', "'model'", '6 or 8']:
-        assert part in message
-    for way_out in ["('mlp', None)", "on_indivisible='replicate'", "'drop_axis'", "'pad'"]:
-        assert way_out in message
-
-
 def test_message_of_a_name_without_a_rule_and_its_solutions():
     state = {'params': {'w': box((16, 8), 'embed', 'mpl')}}
     with pytest.raises(ValueError, match=r"params/w.*'mpl'.*Did you mean 'mlp'") as error:
@@ -116,12 +102,6 @@ def test_copies_of_axis_rules_keep_their_policies(given, again):
     assert (rules.on_unmatched, rules.on_indivisible) == ('replicate', 'pad')
 
 
-def test_with_rules_keeps_the_policies():
-    rules = AxisRules(RULES, 'replicate', 'drop_axis').with_rules([('a', 'data')])
-    assert rules == (('a', 'data'),)
-    assert (rules.on_unmatched, rules.on_indivisible) == ('replicate', 'drop_axis')
-
-
 def test_policies_of_the_rules_decide_unless_others_are_given():
     rules = AxisRules(RULES, on_unmatched='replicate', on_indivisible='replicate')
     of = {'mesh': DATA4_MODEL2, 'shape': (7, 8)}
@@ -130,18 +110,6 @@ def test_policies_of_the_rules_decide_unless_others_are_given():
         logical_to_mesh_axes(('mlp', 'new'), rules, **of, on_indivisible='error')
     with pytest.raises(ValueError, match="no rule for logical axis 'new'"):
         logical_to_mesh_axes(('mlp', 'new'), rules, **of, on_unmatched='error')
-
-
-def test_a_partitioner_keeps_the_policies_of_its_rules_unless_others_are_given():
-    rules = AxisRules(RULES, on_indivisible='pad')
-    state = {'w': box((7,), 'mlp')}
-    assert partitioner_of(rules).get_mesh_axes(state) == {'w': padded([None], ['model'])}
-    assert partitioner_of(rules, 'replicate').get_mesh_axes(state) == {'w': P(None)}
-
-
-def test_a_partitioner_without_any_rule_keeps_their_policy():
-    partitioner = partitioner_of(AxisRules([], on_unmatched='replicate'))
-    assert partitioner.get_mesh_axes({'w': box((8,), 'mlp')}) == {'w': P(None)}
 
 
 # States with optimizers.
@@ -167,15 +135,6 @@ def test_statistics_follow_under_a_policy(policy):
     for tree in (axes['params'], adam.mu, adam.nu):
         assert tree == {'wi': WI[policy], 'bias': BIAS[policy]}
     assert adam.count == P()
-
-
-@pytest.mark.parametrize('policy', WI)
-def test_factored_statistics_under_a_policy(policy):
-    """Of 16 x 7, rows keep 7, which is not divisible, and columns keep 16, which is."""
-    tx = optax.scale_by_factored_rms(min_dim_size_to_factor=4)
-    axes = partitioner_of(policy=policy).get_mesh_axes(with_optimizer(PARAMETERS, tx))
-    assert axes['opt_state'].v_row['wi'] == BIAS[policy]
-    assert axes['opt_state'].v_col['wi'] == P('data')
 
 
 @pytest.mark.parametrize('of_optimizer', [None, 'replicate'])

@@ -123,15 +123,6 @@ def test_static_and_keyword_arguments_next_to_padded_ones(args, kwargs):
     assert dot_shapes(fn.lower(*args, **kwargs)) == {(2, 4)}
 
 
-@pytest.mark.parametrize('static', [0, -3])
-def test_static_arguments_before_padded_ones(static):
-    fn = partitioner_of(MODEL_RULES, 'pad').partition(
-        lambda scale, w, x: x @ w * scale, (PADDED, P('data')), None, static_argnums=static
-    )
-    np.testing.assert_allclose(fn(2, W, X), X @ W * 2, rtol=1e-5, atol=1e-5)
-    assert dot_shapes(fn.lower(2, W, X)) == {(2, 4)}
-
-
 def test_chunks_of_a_padded_array_are_those_of_its_outside():
     """Checkpoints contain the array without padding."""
     partitioner = partitioner_of(MODEL_RULES, 'pad')
@@ -147,12 +138,6 @@ def test_pad_needs_auto_axes():
     assert partitioner.get_mesh_axes({'w': box((8,), 'mlp')}) == {'w': P('model')}
     with pytest.raises(ValueError, match=r"params/w.*'pad'.*Explicit.*'drop_axis'"):
         partitioner.get_mesh_axes({'params': {'w': box((7,), 'mlp')}})
-
-
-@pytest.mark.parametrize('policy', ['replicate', 'drop_axis'])
-def test_other_policies_work_with_explicit_axes(policy):
-    partitioner = partitioner_of(policy=policy, mesh=EXPLICIT)
-    assert partitioner.get_mesh_axes({'w': box((8, 7), 'embed', 'mlp')}) == {'w': P('data', None)}
 
 
 # Activations: `constrain` follows the policy of the rules in its context.
@@ -188,14 +173,6 @@ def test_constrain_follows_the_policy_around_it(policy):
     for names in [('rows', 'width'), ('new', 'width')]:
         lay_out = lambda x, names=names: constrain(x, names)  # noqa: E731
         assert_laid_out_inside(partitioner, INSIDE[policy], lay_out)
-
-
-def test_policies_given_to_constrain_win():
-    names, rules = ('rows', 'width'), AxisRules(WIDE, on_indivisible='pad')
-    partitioner = partitioner_of(WIDE, 'replicate')
-    drop = lambda x: constrain(x, names, on_indivisible='drop_axis')  # noqa: E731
-    assert_laid_out_inside(partitioner, INSIDE['drop_axis'], drop)
-    assert_laid_out_inside(partitioner, INSIDE['pad'], lambda x: constrain(x, names, rules))
 
 
 @pytest.mark.parametrize(

@@ -240,15 +240,3 @@ def test_each_device_keeps_its_shard_of_the_sum(sizes, rounds, dimension):
     np.testing.assert_array_equal(found, addends.sum(axis=0))
     steps = sum(len(rounds.get(axis, (size,))) for axis, size in sizes.items() if size > 1)
     assert compiled.as_text().count('stablehlo.reduce_scatter') == steps
-
-
-def test_axes_in_any_order():
-    mesh = MeshConfig(axes={'data': 4, 'model': 2}).build()
-    addends = np.arange(8.0 * 16, dtype=np.float32).reshape(8, 16)
-    mapped = jax.shard_map(
-        lambda x_1D: scatter_sum(x_1D[0], ('model', 'data'), 0),
-        mesh=mesh,
-        in_specs=P(('data', 'model')),
-        out_specs=P(('model', 'data')),
-    )
-    np.testing.assert_array_equal(jax.jit(mapped)(addends), addends.sum(axis=0))

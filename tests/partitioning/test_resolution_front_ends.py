@@ -127,26 +127,6 @@ def partitioned(array, names):
 AXES_AS_NAMES = {'linen': by_state(partitioned), 'nnx': by_state(variable)}
 
 
-@pytest.mark.parametrize('front_end', AXES_AS_NAMES)
-@pytest.mark.parametrize(
-    'names, rules, expected',
-    [
-        (('x', None), [('a', 'y')], P('x', None)),
-        (('x', 'a'), [('a', 'y')], P('x', 'y')),
-        (
-            ('a', 'x'),
-            [('a', 'x'), ('a', 'z')],
-            P('z', 'x'),
-        ),  # a named axis is taken
-        (('x', 'a'), [('x', 'z'), ('a', 'x')], P('z', 'x')),  # with a rule it is a logical axis
-        (('x', 'y'), [('x', None)], P(None, 'y')),
-        ((('x', 'y'), 'a'), [('a', 'y'), ('a', 'z')], P(('x', 'y'), 'z')),
-    ],
-)
-def test_mesh_axes_as_names(front_end, names, rules, expected):
-    assert AXES_AS_NAMES[front_end](names, (8, 8), rules, mesh_of(2, 2, 2)) == expected
-
-
 @pytest.mark.parametrize('front_end', ['linen', 'T5X', 'path rules'])
 def test_logical_names_cannot_be_mesh_axes(front_end):
     with pytest.raises(ValueError, match="no rule for logical axis 'x'"):

@@ -76,7 +76,6 @@ def test_a_batch_without_a_rule(caplog):
         message, _ = error_of(call, *args)
         assert '8 devices of fsdp 4 x tensor 2' in message and "('batch', None)" in message
         assert proposed(message) == [('batch', 'fsdp'), ('mlp', 'tensor')]
-    assert rows_per_device(OF_AXES, MESH, proposed(message)) == 2
     whole = [('batch', None), ('mlp', 'tensor')]
     assert rows_per_device(OF_AXES, MESH, whole) == 8  # as the user has said
     with caplog.at_level(logging.WARNING):  # T5X leaves such a batch whole

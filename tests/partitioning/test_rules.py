@@ -29,12 +29,6 @@ def test_unmatched_name():
     assert "('embd', None)" in message  # the rule to add
 
 
-def test_unmatched_name_with_nothing_near():
-    with pytest.raises(ValueError, match="'zzz'") as error:
-        logical_to_mesh_axes(('zzz',), [('batch', 'data')])
-    assert 'Did you mean' not in str(error.value)
-
-
 def test_rule_to_an_axis_that_the_mesh_lacks():
     with pytest.raises(ValueError, match=r"'modle'.*data 4 x model 2.*'model'"):
         logical_to_mesh_axes(('foo',), [('foo', 'modle')], mesh={'data': 4, 'model': 2})
@@ -90,21 +84,6 @@ def test_reason_where_every_rule_lost():
     assert [rule for rule, _ in b.lost] == [('b', 'y'), ('b', 'x')]
     assert all("'a'" in why for _, why in b.lost)
     assert "'y'" in b.reason
-
-
-def test_reason_of_a_replicated_size():
-    (dim,) = resolve_axes(
-        ('a',), [('a', 'x')], mesh={'x': 4}, shape=(6,), on_indivisible='replicate'
-    )
-    assert dim.mesh_axes is None
-    [(rule, why)] = dim.lost
-    assert rule == ('a', 'x')
-    assert all('6 is not divisible by 4' in text for text in (why, dim.reason))
-
-
-def test_reason_of_a_rule_that_replicates():
-    (dim,) = resolve_axes(('a',), [('a', None)])
-    assert dim.rule == ('a', None) and 'replicates' in dim.reason
 
 
 def test_reason_of_an_axis_of_size_one():

@@ -101,13 +101,6 @@ class Tied(nnx.Module):
         self.last.kernel = self.first.kernel
 
 
-def test_shared_modules_stay_shared():
-    module = Tied(nnx.Rngs(0))
-    shard_module(module, ShardingPlan({'first/kernel': P('data')}), MESH)
-    assert module.later is module.first and module.last.kernel is module.first.kernel
-    assert module.last.kernel[...].sharding.spec == P('data', None)
-
-
 def test_shared_parameters_have_one_row():
     """The plan counts each byte once, and has the paths of the state that is trained."""
     module = Tied(nnx.Rngs(0))

@@ -12,7 +12,6 @@ from planned_models import (
     ONE,
     RULES,
     SPECS,
-    ByData,
     params,
     resolve,
 )
@@ -64,14 +63,6 @@ def test_what_a_pattern_matches(pattern, matched):
     assert {path for path, spec in found.items() if spec == P('data')} == matched
 
 
-def test_a_sharder_can_lay_out_the_modules_that_match():
-    found = specs({'fc1/bias': P('model'), 'fc2': ByData(), '*': ByData()})
-    assert found['fc1/bias'] == P('model')  # so 'fc1' is not given to the Sharder
-    assert found['fc1/kernel'] == P(None, None)
-    assert found['fc2/kernel'] == P('data', None)
-    assert specs({'f*': ByData()})['fc1/kernel'] == P('data', None)
-
-
 def test_a_pattern_that_matches_nothing():
     with pytest.raises(ValueError, match=r"'fc3/\*' matches no parameter.*'\*\*'.*fc1/bias"):
         resolve({'fc3/*': P()})
@@ -86,16 +77,6 @@ def test_an_empty_plan_replicates_everything_on_purpose(model):
     assert {row.reason for row in plan.rows if row.shape} == {
         'the plan is empty, so every array is replicated'
     }
-
-
-def test_an_empty_plan_of_large_arrays():
-    large = {'w': jax.ShapeDtypeStruct((1 << 20,), 'float32')}
-    plan = ShardingPlan({}).resolve(large, MESH)
-    assert plan['w'].spec == P(None)
-    partitioner = PjitPartitioner(MESH, plan)
-    assert partitioner.plan({'params': large})['params/w'].spec == P(None)
-    placed = shard_module(params(), ShardingPlan({}), MESH)
-    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(placed))
 
 
 # Plans that are refused.

@@ -10,7 +10,6 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from planned_models import MESH
 
-from partitioning import PjitPartitioner, TrainState, create_mesh
 from partitioning.compat.pytorch import ShardingPlan, constrain_outputs, shard_module
 from partitioning.plan import impose_plan
 
@@ -58,13 +57,6 @@ def test_buffers_of_linen_variables():
 def test_boxes_that_name_mesh_axes_need_no_rules():
     tree = {'w': nn.Partitioned(jnp.ones((8, 8)), ('data', 'model'))}
     assert ShardingPlan({}).resolve(tree, MESH)['w'].spec == P('data', 'model')
-
-
-def test_a_plan_needs_no_rules_for_the_axes_it_uses():
-    mesh = create_mesh((4, 2), ('x', 'y'))
-    state = TrainState.create({'w': jnp.ones((8, 8))}, optax.sgd(0.1))
-    plan = ShardingPlan({'w': P('x', 'y')}).resolve(state.params, mesh)
-    assert PjitPartitioner(mesh, plan).get_mesh_axes(state).params == {'w': P('x', 'y')}
 
 
 @pytest.mark.parametrize('names', [('batch', 'embed'), ('data', None)])

@@ -1,7 +1,5 @@
 """PyTorch's sharding specs: the PartitionSpecs that cut the same shards, and what is refused."""
 
-import math
-
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -14,26 +12,16 @@ from partitioning.compat.pytorch import (
     GridShardingSpec,
     ShardingPlan,
     ShardMetadata,
-    check_tensor,
     get_chunk_sharding_params,
     get_split_size,
     infer_partition_spec,
     infer_sharding_spec,
-    validate_non_overlapping_shards_metadata,
 )
 
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 
 # Ways to cut.
-
-
-def test_the_overlap_among_many_shards():
-    shards = GridShardingSpec((8, 8), range(32 * 32)).build_metadata((256, 256))
-    check_tensor(shards, (256, 256))
-    doubled = [*shards, ShardMetadata([255, 255], [1, 1])]
-    with pytest.raises(ValueError, match=r'\[248, 248\]x\[8, 8\] of 1023.*\[255, 255\].*overlap'):
-        validate_non_overlapping_shards_metadata(doubled)
 
 
 def test_shards_are_values():
@@ -119,34 +107,6 @@ def test_specs_on_a_mesh_of_equal_axes(spec):
         return
     inferred = infer_partition_spec(shards, CUBE)
     assert places(cut_by(NamedSharding(CUBE, inferred), (16, 16))) == places(shards)
-
-
-ODD = {'a': 2, 'b': 2, 'c': 4}
-
-
-@pytest.mark.parametrize(
-    ('parts', 'sizes'),
-    [
-        ((4, 2, 2), ODD),
-        ((2, 4, 2), ODD),
-        ((2, 2, 4), ODD),
-        ((8, 2), ODD),
-        ((2, 8), ODD),
-        ((4, 4), ODD),
-        ((16, 1), ODD),
-        ((3, 4), {'x': 3, 'one': 1, 'y': 2, 'z': 2}),
-    ],
-)
-def test_every_grid_that_axes_can_make(parts, sizes):
-    """If any choice of axes cuts these blocks, one is found, even if it is not the first tried."""
-    shape = tuple(4 * number for number in parts)
-    grid = GridShardingSpec((4,) * len(parts), range(math.prod(parts)))
-    spec = grid.to_partition_spec(sizes, shape)
-    entries = [(axes,) if isinstance(axes, str) else axes or () for axes in spec]
-    found = [math.prod(sizes[a] for a in axes) for axes in entries]
-    assert [*found, *[1] * (len(parts) - len(found))] == [*parts]
-    names = [axis for axes in entries for axis in axes]
-    assert len(set(names)) == len(names)
 
 
 def test_a_policy_decides_about_uneven_chunks():

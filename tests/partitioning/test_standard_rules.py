@@ -22,14 +22,6 @@ def rules_of(*mesh_axes, **dims):
     return standard_logical_axis_rules(mesh_axes=mesh_axes, **dims)
 
 
-def test_the_default_axes_are_those_of_t5x():
-    """tests/seeds/test_t5x_states.py has the rules of T5X."""
-    for dims in itertools.product((1, 2), repeat=2):
-        plain = standard_logical_axis_rules(*dims)
-        assert standard_logical_axis_rules(*dims, mesh_axes=('data', 'model')) == plain
-        assert standard_logical_axis_rules(*dims, mesh_axes=['model', 'data']) == plain
-
-
 @pytest.mark.parametrize(
     'mesh_axes, batch',
     [
@@ -49,7 +41,6 @@ def test_the_batch_is_sharded_over_all_data_axes(mesh_axes, batch):
     assert rules_of(*mesh_axes)[0] == ('batch', batch)
 
 
-MODEL_RULES = ['vocab', 'mlp', 'heads', 'joined_kv']
 ADDED = {
     'fsdp': [('embed', 'fsdp')],
     'sequence': [('length', 'sequence')],
@@ -91,12 +82,6 @@ def test_no_rule_names_an_axis_that_the_mesh_lacks(axis):
             sizes = dict.fromkeys(mesh_axes, 2)
             for names in itertools.permutations(('batch', 'length', 'embed', 'mlp', 'heads'), 3):
                 logical_to_mesh_axes(names, rules, mesh=sizes, shape=(4, 4, 4))
-
-
-def test_without_a_model_axis():
-    rules = dict(rules_of('data'))
-    assert [rules[name] for name in MODEL_RULES] == [None] * 4
-    assert dict(rules_of('data', 'expert'))['expert_mlp'] is None
 
 
 ALL = ('data', 'fsdp', 'sequence', 'expert', 'stage', 'model')

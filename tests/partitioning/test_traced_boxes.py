@@ -5,14 +5,12 @@ import threading
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from boxed_states import KEY, RULES, OneArray, box, ones, partitioner_of, spec_of
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec as P
 
 from partitioning import (
-    TrainState,
     create_mesh,
     get_logical_axes,
     unbox,
@@ -62,15 +60,6 @@ def test_flax_behaves_as_before_in_another_thread():
 
     partitioner_of(RULES).eval_shape(init, KEY)
     assert errors == []
-
-
-def test_flax_behaves_as_before_after_an_error():
-    def init(key):
-        raise KeyError('inside')
-
-    with pytest.raises(KeyError, match='inside'):
-        partitioner_of(RULES).plan(init, KEY)
-    flax_fails()
 
 
 @pytest.mark.parametrize('axis_types', [AxisType.Auto, AxisType.Explicit])
@@ -139,24 +128,10 @@ def test_a_scan_without_a_name(method):
 # A Partitioned holds mesh axes, a LogicallyPartitioned holds logical axes.
 
 
-def test_the_outer_of_two_boxes_names_the_array():
-    nested = nn.Partitioned(box((8, 8), 'data', 'model', kind=nn.Partitioned), ('model', 'data'))
-    assert spec_of(nested, []) == nested.get_partition_spec() == P('model', 'data')
-
-
 def test_a_box_around_several_arrays_has_no_layout():
     several = nn.Partitioned({'K': jnp.zeros((8, 2)), 'b': jnp.zeros(8)}, ('data',))
     with pytest.raises(ValueError, match=r"params/w.*\('data',\).* several arrays"):
         spec_of(several, [])
-
-
-def test_unbox_removes_nested_boxes_and_keeps_other_leaves():
-    kernel, bias = jnp.zeros((3, 2)), jnp.zeros(3)
-    inner = nn.Partitioned({'K': nn.Partitioned(kernel, ('data', None)), 'b': bias}, ('data',))
-    others = [bias, 'text', None, 1]
-    out = unbox({'x': nn.LogicallyPartitioned(inner, ('embed',)), 'y': None, 'z': others})
-    assert out['x']['K'] is kernel and out['x']['b'] is bias and out['y'] is None
-    assert out['z'][0] is bias and out['z'][1:] == others[1:]
 
 
 @pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit])
@@ -191,12 +166,6 @@ def test_rules_for_one_array(names, own, expected, carrier):
             array = nnx.Param(jnp.zeros((8, 8)), out_sharding=names, sharding_rules=own)
     assert spec_of(array, RULES) == expected
     assert nn.logical_to_mesh_axes(names, [*own, *RULES]) == expected
-
-
-def test_statistics_use_the_rules_of_their_parameter():
-    variables = {'params': {'w': box((8, 8), 'embed', 'mlp', rules=(('mlp', None),))}}
-    axes = partitioner_of(RULES).get_mesh_axes(TrainState.create(variables, optax.adam(1e-3)))
-    assert axes.opt_state[0].mu['w'] == axes.params['w'] == P('data', None)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from train_states import (
     WAYS,
     arrays,
     assert_same,
-    each_unboxed_way,
     each_way,
     made,
     variables,
@@ -142,30 +141,6 @@ def test_updates_are_those_of_adam(way):
         np.testing.assert_allclose(state.opt_state[0].nu['dense'][name], v, **CLOSE)
 
 
-@each_way
-def test_gradients_may_have_no_boxes(way):
-    """The loss may be a function of the unboxed parameters."""
-    tx = optax.adam(0.1)
-    state = made(way, tx)
-    state = state.apply_gradients(gradient(unbox(state.params)), tx)
-    for name, (p, _, _) in by_hand(1).items():
-        np.testing.assert_allclose(unbox(state.params)['dense'][name], p, **CLOSE)
-
-
-@each_unboxed_way
-def test_updates_are_those_of_optax(way):
-    """The update of this chain needs the parameters."""
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, weight_decay=0.1))
-    state = made(way, tx)
-    params, opt_state = state.params, tx.init(state.params)
-    for _ in range(2):
-        state = state.apply_gradients(gradient(state.params), tx)
-        updates, opt_state = tx.update(gradient(params), opt_state, params)
-        params = optax.apply_updates(params, updates)
-    assert_same(state.params, params)
-    assert_same(state.opt_state, opt_state)
-
-
 def test_mutables_are_replaced_if_given():
     tx = optax.sgd(0.1)
     state = made('collections', tx)
@@ -201,12 +176,6 @@ def test_a_state_passes_through_jit(way):
     mapped = jax.tree.map(lambda x: x + 1, state)
     assert isinstance(mapped, TrainState) and int(mapped.step) == 1
     assert jax.tree.structure(mapped) == jax.tree.structure(state)
-
-
-def test_paths_contain_the_names_of_the_fields():
-    flat = jax.tree_util.tree_leaves_with_path(made('arrays alone', optax.sgd(0.1)))
-    paths = {jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in flat}
-    assert paths == {'step', 'params/dense/kernel', 'params/dense/scale'}
 
 
 def test_a_donated_state_is_updated_by_one_compiled_step(partitioner):
@@ -302,11 +271,6 @@ WRONG = {
     'another shape': lambda: with_parameters(kernel=jnp.zeros((4, 8))),
     'nothing': lambda: {},
 }
-
-
-def test_the_unchanged_state_dict_can_be_restored():
-    assert_same(made('collections').restore_state(state_dict()), trained('collections'))
-    assert_same(made('collections').restore_state(with_parameters()), trained('collections'))
 
 
 @pytest.mark.parametrize('wrong', WRONG)
