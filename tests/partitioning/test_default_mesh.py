@@ -5,6 +5,7 @@ import random
 
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from mock_devices import gpus, ids, sorted_ids, tpu_slices, tpus
 
 from partitioning import default_mesh, get_cpu_mesh
@@ -12,6 +13,21 @@ from partitioning import default_mesh, get_cpu_mesh
 pytestmark = pytest.mark.core
 
 # Machines without a T5X table entry: each device appears once, in any order.
+
+
+@pytest.mark.parametrize(
+    'kind, bounds, cores, num_partitions',
+    [
+        ('TPU v3', (4, 4, 1), 2, 32),
+        ('TPU v4', (2, 2, 2), 2, 2),  # without megacore
+        ('TPU7x', (2, 2, 2), 2, 4),
+    ],
+)
+def test_meshes_beyond_the_tables(kind, bounds, cores, num_partitions):
+    devices = tpus(bounds, kind, cores)
+    mesh = default_mesh(num_partitions, devices=devices)
+    assert dict(mesh.shape) == {'data': len(devices) // num_partitions, 'model': num_partitions}
+    assert sorted(np.ravel(ids(mesh)).tolist()) == list(range(len(devices)))
 
 
 MACHINES = [
@@ -103,3 +119,17 @@ def test_more_partitions_than_a_slice(num_partitions, hint):
     with pytest.raises(ValueError, match=expected) as error:
         default_mesh(num_partitions, devices=devices)
     assert ('ici_mesh_shape' in str(error.value)) == hint
+
+
+# Axis types.
+
+
+def test_axis_types():
+    auto, explicit = AxisType.Auto, AxisType.Explicit
+    assert default_mesh(2).axis_types == (auto, auto)
+    assert default_mesh(2, axis_types=explicit).axis_types == (explicit, explicit)
+    assert default_mesh(2, axis_types=(explicit, auto)).axis_types == (explicit, auto)
+    slices = tpu_slices(2, (2, 2, 2), 'TPU v4')
+    assert default_mesh(2, devices=slices, axis_types=explicit).axis_types == (explicit,) * 3
+    with pytest.raises(ValueError, match=r"axis_types.*\('replica', 'data', 'model'\)"):
+        default_mesh(2, devices=slices, axis_types=(auto, auto))
