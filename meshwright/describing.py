@@ -8,9 +8,9 @@ from typing import Any
 from jax.sharding import Mesh
 
 from meshwright.advice.advising import advise
-from meshwright.advice.buffer_changes import with_tried_changes
 from meshwright.advice.confirming import compile_variants
-from meshwright.advice.measuring import Measured, measure_costs
+from meshwright.advice.figures import Measured, measure_costs
+from meshwright.advice.needs import with_tried_changes
 from meshwright.advice.searching import find_variants
 from meshwright.calls.compiled_call import CompiledCall
 from meshwright.calls.compiling import Program

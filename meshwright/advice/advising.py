@@ -10,9 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 
-from meshwright.advice.advised import Advised, Variant, places_of
-from meshwright.advice.estimates import Sent, shape_of
-from meshwright.advice.measuring import key_of
+from meshwright.advice.candidates import SUMS, Advised, Variant
+from meshwright.advice.figures import Sent, key_of, shape_of
 from meshwright.advice.needs import is_needed, with_need
 from meshwright.causes.cause import (
     Cause,
@@ -26,6 +25,7 @@ from meshwright.causes.cause import (
     RuleChange,
     SplitChange,
     StateChange,
+    places_of,
 )
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.explaining import Explanation
@@ -58,10 +58,10 @@ def advise(
     if taken:  # what moves parameters only works around an operation that should be written anew
         variants = tuple(v for v in variants if v.candidate.keeps_layout or v.compiled is not None)
     for variant in _distinct(variants):
-        if not (variant.row_axes or variant.compiled or _by_formula(variant, advised)):
+        if not (variant.candidate.row_axes or variant.compiled or _by_formula(variant, advised)):
             continue
         left = [n for n in order if n not in taken]
-        if variant.row_axes:
+        if variant.candidate.row_axes:
             matched = _of_rows(left, pairs, variant)
         else:
             if variant.compiled is None:
@@ -202,7 +202,7 @@ def _of_rows(
     variant: Variant,
 ) -> list[int]:
     """The exchanges along axes that the rows lack: of activations, or else of anything."""
-    found = [n for n in left if {*pairs[n][0][0].axes} & {*variant.row_axes}]
+    found = [n for n in left if {*pairs[n][0][0].axes} & {*variant.candidate.row_axes}]
     values = [(n, e.value) for n in found if (e := pairs[n][1]) is not None]
     moved = [
         n
@@ -258,7 +258,7 @@ def _may_be_gone(collective: Collective, evidence: Evidence | None, variant: Var
     if evidence is None or evidence.value is None:
         return False
     axes, shape = {*collective.axes}, shape_of(evidence.value)
-    is_sum = collective.kind in ('all-reduce', 'reduce-scatter')
+    is_sum = collective.kind in SUMS
     return any(
         axes & {*sent.axes} and (sent.shape == shape or not is_sum) for sent in variant.vanished
     )
@@ -283,7 +283,7 @@ def _without_changes(
     """
     if cause is None:
         return None
-    told = next((one for one in advised.told if one.is_of(collective, evidence)), None)
+    told = next((one for one in advised.told if one.match.fits(collective, evidence)), None)
     key = key_of(collective)
     axes = {*collective.axes}
     told = told or next((o for o in advised.told if key in o.gone and axes & {*o.axes}), None)
@@ -306,8 +306,8 @@ def _with_variant(cause: Cause, variant: Variant, advised: Advised, *, needed: b
         source = first.source
     elif isinstance(first, LayoutChange):
         array = first.path or array
-    elif variant.row_axes and advised.missing_rows is not None:
-        array, why = advised.missing_rows.array, advised.missing_rows.why
+    elif variant.candidate.row_axes:
+        array, why = variant.candidate.array, variant.candidate.why
     elif isinstance(first, StateChange) and first.layouts:
         array = first.layouts[0][0]
         why += _of_moment(array, advised)

@@ -7,10 +7,9 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
-from meshwright.advice.advised import Advised, Told, Variant
-from meshwright.advice.measuring import Measured
-from meshwright.advice.surroundings import REMOVED, Candidate
-from meshwright.advice.variants import with_change
+from meshwright.advice.candidates import REMOVED, Advised, Candidate, Told, Variant
+from meshwright.advice.figures import Measured
+from meshwright.advice.subject import with_change
 from meshwright.causes.cause import ConstraintRemoval, Effect
 from meshwright.causes.explaining import Explanation
 from meshwright.jax_private import TracedCall
@@ -74,7 +73,7 @@ def _sizes_of_told(explanation: Explanation, advised: Advised) -> dict[str, floa
     """The bytes of the exchanges that each change is for which only the author can write."""
     found: dict[str, float] = collections.defaultdict(float)
     for (one, _), evidence in zip(explanation.collectives, explanation.evidence, strict=True):
-        for text in {told.change.text for told in advised.told if told.is_of(one, evidence)}:
+        for text in {told.change.text for told in advised.told if told.match.fits(one, evidence)}:
             found[text] += one.total_bytes
     return found
 
@@ -95,7 +94,8 @@ def _compile_told(
         if one.trial is not None and text in list(texts)[:most] and text not in compiled:
             compiled[text] = None
             with contextlib.suppress(Exception):  # as above
-                compiled[text] = measure(one.trial(advised.subject.call))
+                changed = one.trial()
+                compiled[text] = None if changed is None else measure(changed)
         after = compiled.get(text)
         if after is None:
             yield one

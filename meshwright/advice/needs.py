@@ -1,21 +1,26 @@
-"""Which exchanges the mathematics of a function and the layout of its parameters need.
+"""Which exchanges are needed by the mathematics of a function and the layout of its parameters.
 
 Parameters that are sharded over the axes of the batch are gathered for use, gradients are summed
 over the rows, and products over a sharded dimension are summed. Of others, it is not known.
+
+A buffer has a change of an exchange that was tried, or none. One that shards an activation, or lays
+out an argument in another way, often doubles what is sent.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from meshwright.advice.advised import Advised
-from meshwright.causes.cause import Cause
+from meshwright.advice.candidates import SUMS, Advised
+from meshwright.advice.figures import MORE
+from meshwright.causes.cause import Cause, Effect
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.layouts import axes_of_row
 from meshwright.jaxpr.primitives import names_in
 from meshwright.jaxpr.values import Value
 from meshwright.program.collectives import Collective
+from meshwright.program.peak_memory import LiveArray
 
 _SMALL = 4096  # bytes of an exchange that is not worth a change, such as of a loss
 _ADDING, _TERMS = names_in('add add_any convert_element_type'), 12  # of a sum, and how many
@@ -40,7 +45,7 @@ def _sums_parts(evidence: Evidence | None, advised: Advised) -> bool:
     along the axes hold in full.
     """
     value = evidence.value if evidence is not None else None
-    if evidence is None or value is None or evidence.kind not in ('all-reduce', 'reduce-scatter'):
+    if evidence is None or value is None or evidence.kind not in SUMS:
         return False
     axes = {*evidence.axes}
     for one in _added_in(value):
@@ -87,5 +92,50 @@ def is_needed(evidence: Evidence | None, advised: Advised) -> bool:
         return False
     row = advised.subject.by_path.get(value.argument)
     gathered = row is not None and row.role == 'parameters'
-    summed = bool(value.gradient_of) and evidence.kind in ('all-reduce', 'reduce-scatter')
+    summed = bool(value.gradient_of) and evidence.kind in SUMS
     return summed or (gathered and evidence.kind in ('all-gather', 'collective-permute'))
+
+
+def with_tried_changes(
+    buffers: Sequence[tuple[LiveArray, Cause | None]],
+    exchanges: Sequence[tuple[Collective, Cause | None]],
+) -> tuple[tuple[LiveArray, Cause | None], ...]:
+    """The buffers with the changes that help, and without all others.
+
+    Args:
+      buffers: the largest buffers, with their causes.
+      exchanges: the exchanges, whose changes were tried.
+    """
+    sent = {c.instruction: cause for c, cause in exchanges if cause is not None}
+    helping = {cause.change: cause for cause in sent.values() if _helps(cause.effect)}
+    made = []
+    for live, cause in buffers:
+        cause = sent.get(live.instruction, cause)
+        if cause is not None:
+            found = (helping[str(c)] for c in cause.all_changes if str(c) in helping)
+            cause = _with_change_of(cause, next(found, None))
+        made.append((live, cause))
+    return tuple(made)
+
+
+def _helps(effect: Effect | None) -> bool:
+    """Whether a change lowers what is sent or the peak, and hardly raises the other."""
+    if effect is None:
+        return False
+    pairs = (effect.sent, effect.peak)
+    lowers = any(after < before for before, after in pairs)
+    return lowers and all(after <= MORE * before for before, after in pairs)
+
+
+def _with_change_of(cause: Cause, other: Cause | None) -> Cause:
+    if other is None:
+        return dataclasses.replace(
+            cause, change='', all_changes=(), confirmed=None, effect=None, avoidable=False
+        )
+    return dataclasses.replace(
+        cause,
+        change=other.change,
+        all_changes=other.all_changes[:1],
+        confirmed=other.confirmed,
+        effect=other.effect,
+    )

@@ -1,47 +1,50 @@
-"""Finds the changes with which a function sends or holds less, by formula and by compiling."""
+"""Finds the changes with which a function sends or holds less, by formula and by compiling.
+
+A finder reads a function and yields changes of one kind. Changes of constraints and layouts are
+made in the trace, whose figures follow by formula; those that help are compiled. What only the
+author can write is tried on an edited trace if there is one, and said in words.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from jax.sharding import AxisType, Mesh
 
-from meshwright.advice.advised import Advised, Told, Variant, places_of
-from meshwright.advice.batched_sums import shard_batches
-from meshwright.advice.constraint_candidates import (
-    add_constraints,
-    lay_out_updates,
-    rearrange_constraints,
-    replace_constraints,
-)
-from meshwright.advice.estimates import (
+from meshwright.advice.candidates import REMOVED, Advised, Candidate, Told, Variant
+from meshwright.advice.figures import (
     MORE_FLOPS,
     Estimate,
     count_steps,
     estimate_call,
     estimate_program,
 )
-from meshwright.advice.flattened import find_flattened
-from meshwright.advice.kept_parts import find_kept_parts
-from meshwright.advice.layout_candidates import lay_out_parameters, lay_out_state
-from meshwright.advice.loop_gathers import find_loop_gathers
-from meshwright.advice.merged_factors import find_merged_factors
-from meshwright.advice.misfits import find_misfits
-from meshwright.advice.origins import Origins
-from meshwright.advice.permuted_rows import find_permuted_rows
-from meshwright.advice.pins import find_pins, lay_out_experts
-from meshwright.advice.repeated import FREE, find_repeated
-from meshwright.advice.results import find_gathered_results
-from meshwright.advice.rows import MissingRows, find_missing_rows
-from meshwright.advice.scanned_stacks import find_scanned_stacks
-from meshwright.advice.shard_maps import find_missing_specs
-from meshwright.advice.splits import order_splits
-from meshwright.advice.surroundings import REMOVED, Candidate, Surroundings
-from meshwright.advice.uneven import find_uneven
-from meshwright.advice.variants import Subject, make_subject, with_change
+from meshwright.advice.function_view import FunctionView
+from meshwright.advice.of_arguments import (
+    find_gathered_results,
+    find_missing_rows,
+    lay_out_parameters,
+    lay_out_state,
+)
+from meshwright.advice.of_arrays import find_flattened, find_permuted_rows, find_uneven
+from meshwright.advice.of_collectives import find_kept_parts
+from meshwright.advice.of_constraints import (
+    add_constraints,
+    find_pins,
+    lay_out_experts,
+    lay_out_updates,
+    rearrange_constraints,
+    replace_constraints,
+)
+from meshwright.advice.of_layers import find_loop_gathers, find_scanned_stacks
+from meshwright.advice.of_products import find_merged_factors, shard_batches
+from meshwright.advice.of_repeats import find_repeated
+from meshwright.advice.of_reshapes import find_misfits, order_splits
+from meshwright.advice.of_shard_maps import find_missing_specs
+from meshwright.advice.subject import make_subject, with_change
 from meshwright.causes.cause import (
     Change,
     ConstraintChange,
@@ -50,6 +53,7 @@ from meshwright.causes.cause import (
     LayoutChange,
     StateChange,
     join_changes,
+    places_of,
 )
 from meshwright.causes.explaining import Explanation
 from meshwright.causes.layouts import axes_of_row
@@ -59,6 +63,33 @@ from meshwright.jaxpr.values import Axes
 from partitioning.hardware import Chip
 from partitioning.plan.rows import PlanRow
 
+# Changes that are estimated in any case, and those of which the ones with the most bytes are.
+_FIRST: tuple[Callable[[FunctionView], Iterator[Candidate]], ...] = (
+    lay_out_state,
+    shard_batches,
+    lay_out_updates,
+    lay_out_experts,
+)
+_RANKED: tuple[Callable[[FunctionView], Iterator[tuple[float, Candidate]]], ...] = (
+    replace_constraints,
+    lay_out_parameters,
+    order_splits,
+    add_constraints,
+)
+# What only the author can write, in the order in which an exchange takes its reason from them.
+_TOLD: tuple[Callable[[FunctionView], Iterator[Told]], ...] = (
+    find_permuted_rows,
+    find_scanned_stacks,
+    find_gathered_results,
+    find_missing_specs,
+    find_merged_factors,
+    find_kept_parts,
+    find_repeated,
+    find_loop_gathers,
+    find_flattened,
+    find_misfits,
+    find_uneven,
+)
 _STEPS = 9000  # the steps of all estimates together
 _FEWEST, _MOST = 6, 30  # estimates
 _LAID_OUT = 0.1  # the share of the bytes that another layout of a parameter has to save
@@ -90,148 +121,205 @@ def find_variants(
       chip: the chip.
       memory: the memory of the function by formula, if it is known already.
     """
-    traced, possible = explanation.traced, explanation.possible
-    subject = make_subject(call, mesh, rows, traced)
+    subject = make_subject(call, mesh, rows, explanation.traced)
     base = estimate_program(laid_out, chip, memory=memory)
     assert base is not None
-    around = Surroundings(subject, traced, possible, base.equations)
-    budget = min(_MOST, max(_FEWEST, _STEPS // max(count_steps(laid_out.block), 1)))
-    tried: dict[str, Variant | None] = {}
-
-    def attempt(candidate: Candidate) -> Variant | None:
-        name = str(candidate.change)
-        if name not in tried:
-            tried[name] = None
-            if len(tried) <= budget:
-                tried[name] = _estimate(subject, candidate, base, laid_out, chip)
-        return tried[name]
-
+    search = _Search(FunctionView(subject, laid_out, explanation, base, chip), chip)
     # Layouts over explicit axes are part of the types: a trace cannot be edited there.
     is_editable = AxisType.Explicit not in mesh.axis_types
-    experts = [*lay_out_experts(around)] if is_editable else []
-    origins = Origins(laid_out, rows)
     if base.sent and is_editable:
-        of_state = (*lay_out_state(around), *shard_batches(around, origins))
-        for candidate in (*of_state, *lay_out_updates(around), *experts):
-            attempt(candidate)
-        ranked = [
-            *replace_constraints(around),
-            *lay_out_parameters(around),
-            *order_splits(around),
-            *((0.7 * weight, one) for weight, one in add_constraints(around)),
-            *_of_causes(explanation, around),
-        ]
-        ranked.sort(key=lambda pair: -pair[0])
-        ranked = [pair for pair in ranked if not _moves_rows_only(pair[1].change, around)]
-        for _, candidate in ranked[: max(budget - len(tried) - min(_FEWEST, budget // 2), 0)]:
-            attempt(candidate)
-        _refine(around, attempt, tried)
-    found = sorted((v for v in tried.values() if v is not None), key=lambda v: -v.saved)
-
-    def estimate(change: Change) -> Estimate | None:
-        changed = with_change(subject, change)
-        if changed is None:
-            return None
-        return estimate_call(changed, mesh, laid_out.slices or None, chip)
-
-    variants = list(_helping_together(found, estimate))
-    missing_rows = find_missing_rows(subject, traced, possible.layouts.sizes)
-    if missing_rows is not None and (made := estimate(missing_rows.candidate.change)) is not None:
+        search.attempt_all()
+    variants = list(search.helping_together())
+    missing = find_missing_rows(search.view)
+    if missing is not None and (made := search.estimate(missing.change)) is not None:
         # Other layouts of the parameters would only suit a batch that is whole along these axes.
         rest = [v for v in variants if v.candidate.keeps_layout]
-        variants = [_with_rows(missing_rows, made, base), *rest]
-    known = traced.values, subject.by_path, possible.layouts.sizes
-    sends = sum(c.total_bytes for c, _ in explanation.collectives)
+        variants = [search.with_rows(missing, made), *rest]
     pins: tuple[Candidate, ...] = ()
-    if is_editable and base.is_far_below(sends):
-        pins = (*find_pins(around, explanation), *_other_layouts(around, base, sends, estimate))
-    specs = find_missing_specs(laid_out, mesh)
-    lacking = {axis for one in specs for axis in one.axes}
-    repeated = find_repeated(laid_out, base, sends, chip)
+    experts = [*lay_out_experts(search.view)] if is_editable else []
+    if is_editable and base.is_far_below(search.view.sends):
+        pins = (*find_pins(search.view), *search.other_layouts())
     return Advised(
         base=base,
         variants=tuple(variants),
-        missing_rows=missing_rows,
-        experts=tuple(one for one in experts if tried.get(str(one.change)) is None),
+        experts=tuple(one for one in experts if search.tried.get(str(one.change)) is None),
         pins=pins,
         subject=subject,
-        rows_axes=around.rows_axes,
-        told=(
-            *find_permuted_rows(origins, explanation, base.peak),
-            *(find_scanned_stacks(origins, subject, sends, base.peak) if is_editable else ()),
-            *find_gathered_results(call, explanation, base.peak, subject.returned),
-            *_with_effects(
-                [
-                    *specs,
-                    *find_merged_factors(laid_out, traced.values),
-                    *find_kept_parts(laid_out),
-                ],
-                subject,
-                base,
-                sends,
-                laid_out,
-            ),
-            # Where specs lack an axis, devices have the same for that reason.
-            *(one for one in repeated if not (one.is_of_equals and {*one.axes} <= lacking)),
-            *find_loop_gathers(
-                call,
-                subject.by_path,
-                explanation,
-                base.peak,
-                None if chip is None else FREE * chip.hbm_bytes_per_device,
-            ),
-            *find_flattened(subject.by_path, explanation, base.peak),
-            *find_misfits(*known),
-            *find_uneven(*known),
-        ),
-        sends=sends,
+        rows_axes=search.view.rows_axes,
+        told=tuple(_list_told(search.view)),
+        sends=search.view.sends,
     )
 
 
-def _with_effects(
-    found: Iterable[Told], subject: Subject, base: Estimate, sends: float, laid_out: TracedProgram
-) -> Iterator[Told]:
-    """What only the author can write, with what it does by formula to the compiled program."""
+def _list_told(view: FunctionView) -> Iterator[Told]:
+    """What only the author can write, with what it does to the compiled program."""
+    found = [one for find in _TOLD for one in find(view)]
+    # Where specs lack an axis, devices have the same for that reason.
+    lacking = {axis for one in found if one.is_of_specs for axis in one.axes}
     for one in found:
-        made = None
-        with contextlib.suppress(Exception):  # an operation that cannot be traced again
-            if one.trial is not None:
-                changed = one.trial(subject.call)
-                made = estimate_call(changed, subject.mesh, laid_out.slices or None)
-        if made is None:
-            yield one
-            continue
-        after = made.sent * max(1.0, sends / base.sent) if base.sent else sends
+        if not (one.equal_axes and {*one.equal_axes} <= lacking):
+            yield one if one.effect is not None else _with_effect(view, one)
+
+
+def _with_effect(view: FunctionView, one: Told) -> Told:
+    """A change with figures: of its trace, or else of a program without its exchanges."""
+    base, made = view.base, None
+    with contextlib.suppress(Exception):  # an operation that cannot be traced again
+        if one.trial is not None and (changed := one.trial()) is not None:
+            made = estimate_call(changed, view.subject.mesh, view.laid_out.slices or None)
+    if made is not None:
+        after = made.sent * max(1.0, view.sends / base.sent) if base.sent else view.sends
         peaks = base.peak, min(made.peak, base.peak)
-        yield dataclasses.replace(one, effect=Effect(sent=(sends, min(after, sends)), peak=peaks))
+    elif one.removes:
+        after = view.sends - sum(c.total_bytes for c, e in view.exchanges if one.match.fits(c, e))
+        peaks = base.peak, base.peak
+    else:
+        return one
+    return dataclasses.replace(
+        one, effect=Effect(sent=(view.sends, min(after, view.sends)), peak=peaks)
+    )
 
 
-def _other_layouts(
-    around: Surroundings,
-    base: Estimate,
-    sends: float,
-    estimate: Callable[[Change], Estimate | None],
-) -> Iterator[Candidate]:
-    """Layouts of parameters with which a function sends less by formula than it does as compiled.
+class _Search:
+    """The changes of a function that were estimated.
 
-    Formulas see what layouts need. A compiler may send far more where they do not fit each other.
+    Args:
+      view: the function.
+      chip: the chip.
+
+    Attributes:
+      tried: each change that was tried, by its text; None if it does not help.
     """
-    ranked = sorted(lay_out_parameters(around), key=lambda pair: -pair[0])
-    for _, candidate in ranked[:_COMPILED]:
-        with contextlib.suppress(ValueError):  # the function cannot be edited
-            made = estimate(candidate.change)
-            if (
-                made is not None
-                and made.sent < _LESS * sends
-                and made.flops <= MORE_FLOPS * base.flops
-            ):
-                yield candidate
+
+    def __init__(self, view: FunctionView, chip: Chip | None):
+        self.view, self._chip = view, chip
+        self.tried: dict[str, Variant | None] = {}
+        steps = max(count_steps(view.laid_out.block), 1)
+        self._budget = min(_MOST, max(_FEWEST, _STEPS // steps))
+
+    def attempt_all(self) -> None:
+        """Estimates the changes that may help, as many as there is time for."""
+        view = self.view
+        for find in _FIRST:
+            for candidate in find(view):
+                self.attempt(candidate)
+        ranked = [pair for find in _RANKED for pair in find(view)]
+        ranked += _of_causes(view)
+        ranked.sort(key=lambda pair: -pair[0])
+        ranked = [pair for pair in ranked if not _moves_rows_only(pair[1].change, view)]
+        left = self._budget - len(self.tried) - min(_FEWEST, self._budget // 2)
+        for _, candidate in ranked[: max(left, 0)]:
+            self.attempt(candidate)
+        self._refine()
+
+    def attempt(self, candidate: Candidate) -> Variant | None:
+        """The function with a change by formula, or None if the change does not help."""
+        name = str(candidate.change)
+        if name not in self.tried:
+            self.tried[name] = None
+            if len(self.tried) <= self._budget:
+                self.tried[name] = self._estimate(candidate)
+        return self.tried[name]
+
+    @property
+    def _found(self) -> list[Variant]:
+        """The changes that help, the best first."""
+        return sorted((v for v in self.tried.values() if v is not None), key=lambda v: -v.saved)
+
+    def estimate(self, change: Change, most: float = math.inf) -> Estimate | None:
+        """The function with a change by formula; None if it cannot be made, or costs more."""
+        view, changed = self.view, with_change(self.view.subject, change)
+        if changed is None:
+            return None
+        slices = view.laid_out.slices or None
+        return estimate_call(changed, view.subject.mesh, slices, self._chip, most)
+
+    def _estimate(self, candidate: Candidate) -> Variant | None:
+        base, change = self.view.base, candidate.change
+        # Constraints are tried to send less, and layouts of a state also to hold less.
+        least = _HELD if isinstance(change, StateChange) else _SENT
+        try:
+            estimate = self.estimate(change, least * base.cost)
+        except Exception:  # no line or argument is as the change says, or it cannot be edited
+            return None
+        if estimate is None or not estimate.is_better(base):
+            return None
+        if isinstance(change, LayoutChange) and estimate.saved(base) < _LAID_OUT:
+            return None  # another layout may suit formulas a little better, and the author not
+        saved = max(estimate.saved(base), 0.0) + 0.1 * (base.peak - estimate.peak) / base.peak
+        saved *= REMOVED if isinstance(change, ConstraintRemoval) else 1
+        saved *= candidate.weight * (_KEPT if candidate.keeps_layout else 1)
+        return Variant(
+            candidate=candidate, estimate=estimate, saved=saved, vanished=estimate.vanished(base)
+        )
+
+    def with_rows(self, missing: Candidate, estimate: Estimate) -> Variant:
+        """The function with the rows of the batch over all axes, whether or not it sends less."""
+        return Variant(
+            candidate=missing,
+            estimate=estimate,
+            saved=math.inf,
+            vanished=estimate.vanished(self.view.base),
+            helps=estimate.is_better(self.view.base),
+        )
+
+    def other_layouts(self) -> Iterator[Candidate]:
+        """Layouts of parameters with which a function sends less by formula than as compiled.
+
+        Formulas see what layouts need. A compiler may send far more where they do not fit each
+        other.
+        """
+        ranked = sorted(lay_out_parameters(self.view), key=lambda pair: -pair[0])
+        for _, candidate in ranked[:_COMPILED]:
+            with contextlib.suppress(ValueError):  # the function cannot be edited
+                made = self.estimate(candidate.change, _LESS * self.view.sends)
+                if made is not None and made.flops <= MORE_FLOPS * self.view.base.flops:
+                    yield candidate
+
+    def _refine(self) -> None:
+        """Tries other layouts at the line of the best constraint, and two changes together."""
+        best = next(iter(self._found), None)
+        for candidate in rearrange_constraints(self.view, None if best is None else best.change):
+            self.attempt(candidate)
+        others = self._found
+        for other in others[1:4]:
+            best = others[0]
+            if other.saved < best.saved / 4:
+                continue
+            try:
+                both = join_changes(best.change, other.change)
+            except ValueError:  # they change the same line or argument
+                continue
+            keeps = best.candidate.keeps_layout and other.candidate.keeps_layout
+            joined = self.attempt(Candidate(both, keeps_layout=keeps))
+            if joined is not None and joined.saved <= _JOINED * best.saved:
+                self.tried[str(both)] = None
+
+    def helping_together(self) -> Iterator[Variant]:
+        """The best change, other changes of its place, and those that still help once it is made.
+
+        A fault has many cures. What cures it elsewhere, such as in the layer before, saves nothing
+        once the fault itself is mended.
+        """
+        found, checked = self._found, 0
+        for variant in found:
+            made = found[0]
+            if variant is made or not _is_elsewhere(variant.change, made.change):
+                yield variant
+            elif checked < _CHECKED:
+                checked += 1
+                try:
+                    both = self.estimate(join_changes(made.change, variant.change))
+                except ValueError:  # they do not fit each other
+                    continue
+                if both is not None and both.is_better(made.estimate):
+                    yield variant
 
 
-def _of_causes(explanation: Explanation, around: Surroundings) -> Iterator[tuple[float, Candidate]]:
+def _of_causes(view: FunctionView) -> Iterator[tuple[float, Candidate]]:
     """The changes of the causes of the compiled exchanges."""
-    needed = {value.line for _, value in around.constraints() if around.gathers_parameter(value)}
-    for collective, cause in explanation.collectives:
+    needed = {value.line for _, value in view.constraints() if view.gathers_parameter(value)}
+    for collective, cause in view.explanation.collectives:
         for number, change in enumerate(cause.all_changes if cause else ()):
             if not isinstance(change, ConstraintChange | ConstraintRemoval):
                 continue
@@ -239,27 +327,27 @@ def _of_causes(explanation: Explanation, around: Surroundings) -> Iterator[tuple
                 yield collective.total_bytes / (2 + number), Candidate(change)
 
 
-def _moves_rows_only(change: Change, around: Surroundings) -> bool:
+def _moves_rows_only(change: Change, view: FunctionView) -> bool:
     """Whether a change only moves the axes of the rows within parameters.
 
     Formulas then see products that sum over these axes, and compilers gather the parameters.
     """
-    row = around.rows.get(change.path) if isinstance(change, LayoutChange) else None
+    row = view.rows.get(change.path) if isinstance(change, LayoutChange) else None
     if row is None or not isinstance(change, LayoutChange):
         return False
-    if not any(axes_of_row(row)) and row.path not in around.used:
+    if not any(axes_of_row(row)) and row.path not in view.used:
         return False  # an average of a parameter, which no product uses
 
     def others(layout: Sequence[Axes]) -> list[list[str]]:
-        return [[a for a in axes if a not in around.rows_axes] for axes in layout]
+        return [[a for a in axes if a not in view.rows_axes] for axes in layout]
 
     moved = others(axes_of_row(row)) == others(change.layout)
-    return moved and not _stacks(change, around)
+    return moved and not _stacks(change, view)
 
 
-def _stacks(change: LayoutChange, around: Surroundings) -> bool:
+def _stacks(change: LayoutChange, view: FunctionView) -> bool:
     """Whether a change shards a dimension along which products are stacked, such as experts."""
-    for value in around.traced.values:
+    for value in view.values:
         if value.primitive != 'dot_general' or value.backward or value.maker is None:
             continue
         _, batches = value.maker.params['dimension_numbers']
@@ -270,100 +358,5 @@ def _stacks(change: LayoutChange, around: Surroundings) -> bool:
     return False
 
 
-def _refine(
-    around: Surroundings,
-    attempt: Callable[[Candidate], Variant | None],
-    tried: dict[str, Variant | None],
-) -> None:
-    """Tries other layouts at the line of the best constraint, and the two best changes together."""
-    best = _best(tried.values())
-    for candidate in rearrange_constraints(around, None if best is None else best.change):
-        attempt(candidate)
-    best = _best(tried.values())
-    others = sorted((v for v in tried.values() if v is not None), key=lambda v: -v.saved)
-    for other in others[:4]:
-        if best is None or other is best or other.saved < best.saved / 4:
-            continue
-        try:
-            both = join_changes(best.change, other.change)
-        except ValueError:  # they change the same line or argument
-            continue
-        keeps = best.candidate.keeps_layout and other.candidate.keeps_layout
-        joined = attempt(Candidate(both, keeps_layout=keeps))
-        if joined is not None and joined.saved <= _JOINED * best.saved:
-            tried[str(both)] = None
-
-
-def _helping_together(
-    found: Sequence[Variant], estimate: Callable[[Change], Estimate | None]
-) -> Iterator[Variant]:
-    """The best change, other changes of the same place, and those that still help once it is made.
-
-    A fault has many cures. What cures it elsewhere, such as in the layer before, saves nothing once
-    the fault itself is mended.
-    """
-    if not found:
-        return
-    made, checked = found[0], 0
-    for variant in found:
-        if variant is made or not _is_elsewhere(variant.change, made.change):
-            yield variant
-        elif checked < _CHECKED:
-            checked += 1
-            try:
-                both = estimate(join_changes(made.change, variant.change))
-            except ValueError:  # they do not fit each other
-                continue
-            if both is not None and both.is_better(made.estimate):
-                yield variant
-
-
-def _with_rows(missing: MissingRows, estimate: Estimate, base: Estimate) -> Variant:
-    """The function with the rows of the batch over all axes, whether or not it sends less."""
-    return Variant(
-        candidate=missing.candidate,
-        estimate=estimate,
-        saved=math.inf,
-        vanished=estimate.vanished(base),
-        row_axes=missing.axes,
-        helps=estimate.is_better(base),
-    )
-
-
 def _is_elsewhere(change: Change, other: Change) -> bool:
     return {*places_of(change)}.isdisjoint(places_of(other))
-
-
-def _best(variants: Iterable[Variant | None]) -> Variant | None:
-    return max((v for v in variants if v is not None), key=lambda v: v.saved, default=None)
-
-
-def _estimate(
-    subject: Subject,
-    candidate: Candidate,
-    base: Estimate,
-    laid_out: TracedProgram,
-    chip: Chip | None,
-) -> Variant | None:
-    """The function with a change by formula, or None if the change does not help."""
-    try:
-        call = with_change(subject, candidate.change)
-    except Exception:  # no line or argument is as the change says, or the trace cannot be edited
-        return None
-    if call is None:
-        return None
-    # Constraints are tried to send less, and layouts of a state also to hold less.
-    least = _HELD if isinstance(candidate.change, StateChange) else _SENT
-    estimate = estimate_call(
-        call, subject.mesh, laid_out.slices or None, chip, most=least * base.cost
-    )
-    if estimate is None or not estimate.is_better(base):
-        return None
-    if isinstance(candidate.change, LayoutChange) and estimate.saved(base) < _LAID_OUT:
-        return None  # another layout may suit formulas a little better, and the author not
-    saved = max(estimate.saved(base), 0.0) + 0.1 * (base.peak - estimate.peak) / base.peak
-    saved *= REMOVED if isinstance(candidate.change, ConstraintRemoval) else 1
-    saved *= candidate.weight * (_KEPT if candidate.keeps_layout else 1)
-    return Variant(
-        candidate=candidate, estimate=estimate, saved=saved, vanished=estimate.vanished(base)
-    )

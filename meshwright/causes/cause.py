@@ -18,7 +18,7 @@ A gradient that is summed over eight devices, because its parameter is not shard
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from meshwright.jaxpr.values import Value
 from partitioning.rules import MeshAxes, from_tuple
@@ -281,7 +281,7 @@ def join_changes(one: Change, other: Change) -> Change:
                 places += part.names
             else:
                 others.append(part)
-                places += _places(part)
+                places += places_of(part)
     if len(set(places)) < len(places):
         raise ValueError(f'"{one}" and "{other}" change the same')
     if rules:
@@ -291,13 +291,15 @@ def join_changes(one: Change, other: Change) -> Change:
     return others[0] if len(others) == 1 else JoinedChange(parts=tuple(others))
 
 
-def _places(change: SingleChange) -> list[str]:
-    """The lines or the arguments that a change concerns."""
-    if isinstance(change, StateChange):
-        return [path for path, _ in change.layouts]
-    if isinstance(change, LayoutChange):
-        return [change.path]
-    return [] if isinstance(change, RuleChange) else [change.source]
+def places_of(change: Change) -> Iterator[str]:
+    """The lines that a change concerns, and the paths of the arguments; rules have none."""
+    for part in change.parts if isinstance(change, JoinedChange) else (change,):
+        if isinstance(part, LayoutChange):
+            yield from (part.path, *part.likewise)
+        elif isinstance(part, StateChange):
+            yield from (path for path, _ in part.layouts)
+        elif not isinstance(part, RuleChange):
+            yield part.source
 
 
 def source_of(cause: Cause | None, source: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterator, Sequence
 
-from meshwright.advice.uneven import uneven_constraints
+from meshwright.advice.of_arrays import uneven_constraints
 from meshwright.causes.cause import over
 from meshwright.causes.row_axes import ROW_AXES
 from meshwright.findings.forward_layouts import DENSE_PRODUCTS

@@ -12,8 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from meshwright.advice.state_pairs import UPDATES, pair_results
-from meshwright.advice.variants import find_owners
+from meshwright.advice.subject import UPDATES, find_owners, pair_results
 from meshwright.calls.held import HeldArray, named_role
 from meshwright.causes.row_axes import is_meant_for_rows
 from meshwright.findings.forward_layouts import ForwardLayouts

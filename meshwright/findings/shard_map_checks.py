@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.advice import shard_maps
-from meshwright.advice.shard_maps import WholeShardMap, divide_shard_map
+from meshwright.advice import of_shard_maps
+from meshwright.advice.of_shard_maps import WholeShardMap, divide_shard_map
 from meshwright.findings.product_checks import LEAST, border_before, is_meant, split_sums
 from meshwright.findings.program_facts import ProgramFacts
 from meshwright.findings.wording import axes_str, line_of, type_str
@@ -23,7 +23,7 @@ def find_whole_shard_maps(facts: ProgramFacts) -> Iterator[Finding]:
     """
     weights = frozenset(map(facts.path, facts.weights))
     lines = set[str]()
-    found = list(shard_maps.find_whole_shard_maps(facts.block, facts.sizes, weights))
+    found = list(of_shard_maps.find_whole_shard_maps(facts.block, facts.sizes, weights))
     for one in found:
         if one.line not in lines and one.whole[0].nbytes >= LEAST:
             lines.add(one.line)

@@ -1,4 +1,10 @@
-"""Small factors that are multiplied with each other first, whose gradient is then exchanged whole.
+"""Products that sum over a sharded dimension, although another order or layout would not.
+
+    keys = (batch, 8, length, 128) as PartitionSpec('data', None, None, 'model')
+    scores = jnp.einsum('bkgd,bktd->bkgt', q, keys)     # sums over the 128, which 'model' shards
+
+Sharded along the 8 heads, each device has all that its scores are a sum of. Small factors that are
+multiplied with each other first have a gradient that is exchanged whole:
 
     def adapted(x, w, a, b):          # w (512, 2048), a (512, 8), b (8, 2048)
         return x @ (w + a @ b)        # the gradient of a @ b, (512, 2048), is summed over the rows
@@ -13,46 +19,85 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from meshwright.advice.advised import Told
-from meshwright.advice.estimates import shape_of
+from meshwright.advice.candidates import SUMS, Candidate, Match, Told
+from meshwright.advice.figures import shape_of
+from meshwright.advice.function_view import FunctionView
 from meshwright.advice.rewriting import Rewriting, rewrite
-from meshwright.causes.cause import CodeChange, over
-from meshwright.causes.evidence import Evidence
+from meshwright.advice.subject import Layout
+from meshwright.causes.cause import CodeChange, StateChange, over
+from meshwright.causes.layouts import axes_of_row
+from meshwright.causes.wording import spec_text
 from meshwright.jax_private import TracedCall
-from meshwright.jaxpr import TracedProgram
 from meshwright.jaxpr.exchange_list import walk_exchanges
-from meshwright.jaxpr.primitives import names_in
-from meshwright.jaxpr.values import Axes, Value
-from meshwright.program.collectives import Collective
+from meshwright.jaxpr.implied_exchanges import KINDS
+from meshwright.jaxpr.primitives import ELEMENTWISE, SCATTERS, names_in
+from meshwright.jaxpr.values import Axes, Step, Value
+from partitioning.plan.rows import PlanRow
 
+_UPDATED = ELEMENTWISE | SCATTERS | KINDS.keys() | {'dynamic_update_slice'}
 _SAME = names_in('transpose convert_element_type copy sharding_constraint neg mul div')
-_SUMS = ('all-reduce', 'reduce-scatter')
 _SMALLER = 0.5  # the share of the elements of a product that the products with it may have
 _MORE_FLOPS = 1.05
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MergedFactors(Told):
-    """Products of the backward pass that could be multiplied in another order.
+def shard_batches(view: FunctionView) -> Iterator[Candidate]:
+    """Arguments like caches, with the axes of a summed dimension at one that products only map."""
+    seen = set[tuple[str, Layout]]()
+    for step in view.steps:
+        if step.name != 'dot_general' or step.place.is_backward:
+            continue
+        summed, batch = step.params['dimension_numbers']
+        for value, sums, stacked in zip(step.inputs[:2], summed, batch, strict=True):
+            row, ahead = view.argument_of(value, _alike)
+            if row is None or row.role != 'other' or value.manual:
+                continue
+            if len(row.shape) != len(value.shape) + ahead:
+                continue
+            now = axes_of_row(row)
+            for c in (d + ahead for d in sums):
+                n = math.prod(view.sizes.get(a, 1) for a in now[c])
+                dims = [d + ahead for d in stacked if d + ahead > 0]
+                fits = [d for d in dims if not now[d] and row.shape[d] % n == 0]
+                if n == 1 or not fits:
+                    continue
+                best = fits[-1]  # the rows of the batch come first
+                new = list(now)
+                new[best], new[c] = now[c], ()
+                if (row.path, tuple(new)) not in seen:
+                    seen.add((row.path, tuple(new)))
+                    yield Candidate(_change(view, row, tuple(new)), of_state=True)
 
-    Attributes:
-      shapes: the sizes above 1 of what is summed over devices, sorted.
-    """
 
-    shapes: frozenset[tuple[int, ...]]
+def _alike(step: Step, value: Value) -> Value | None:
+    """The operand that a value is an updated, cast or scaled copy of."""
+    if step.name not in _UPDATED:
+        return None
+    return next((one for one in step.inputs if one.shape == value.shape), None)
 
-    def is_of(self, collective: Collective, evidence: Evidence | None) -> bool:
-        if evidence is None or collective.kind not in _SUMS:
-            return False
-        value = evidence.value
-        here = self.line in (evidence.made_at, evidence.used_at, collective.source)
-        return here and value is not None and value.backward and shape_of(value) in self.shapes
+
+def _change(view: FunctionView, row: PlanRow, layout: Layout) -> StateChange:
+    alike = [
+        one
+        for one in view.rows.values()
+        if one.role == 'other' and one.shape == row.shape and axes_of_row(one) == axes_of_row(row)
+    ]
+    names = ' and '.join(one.path for one in alike[:3])
+    more = f' and {len(alike) - 3} more' if len(alike) > 3 else ''
+    return StateChange(
+        layouts=tuple((one.path, layout) for one in alike),
+        results=(),
+        text=(
+            f'lay out {names}{more} as {spec_text(layout)}, along a batch dimension of the '
+            'products that use them, which then do not sum over devices'
+        ),
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,24 +152,17 @@ class _Chain:
         return self.first.size * rank, rank * sum(one.size for one in self.first.operands[:2])
 
 
-def find_merged_factors(
-    laid_out: TracedProgram, values: Sequence[Value]
-) -> Iterator[MergedFactors]:
-    """Finds sums over devices of products of which only small products are used.
-
-    Args:
-      laid_out: the function, with the layout of its arrays.
-      values: its values, with their names.
-    """
+def find_merged_factors(view: FunctionView) -> Iterator[Told]:
+    """Finds sums over devices of products of which only small products are used."""
     axes_of: dict[int, Axes] = {
-        id(step.place.equation): axes for step, axes, _ in walk_exchanges(laid_out)
+        id(step.place.equation): axes for step, axes, _ in walk_exchanges(view.laid_out)
     }
     readers: dict[int, list[Value]] = collections.defaultdict(list)
-    for value in values:
+    for value in view.values:
         for operand in {id(one): one for one in value.operands}.values():
             readers[id(operand)].append(value)
     found: dict[str, list[_Chain]] = collections.defaultdict(list)
-    for value in values:
+    for value in view.values:
         if value.primitive != 'dot_general' or not value.backward or value.manual:
             continue
         if id(_equation(value)) in axes_of:
@@ -134,10 +172,11 @@ def find_merged_factors(
             continue
         first = max((chain.first for chain in chains), key=lambda one: one.size)
         axes = axes_of[id(_equation(first))]
-        yield MergedFactors(
+        shapes = frozenset(shape_of(chain.first) for chain in chains)
+        lines = frozenset([line])
+        yield Told(
+            match=Match(axes=axes, kinds=SUMS, lines=lines, shapes=shapes, backward=True),
             line=line,
-            axes=axes,
-            shapes=frozenset(shape_of(chain.first) for chain in chains),
             why=(
                 f'the gradient of a product of two factors, {first.shape}, is summed over '
                 f'{over(axes)} for {line}, although only its products with the factors are used'
@@ -149,7 +188,7 @@ def find_merged_factors(
                     'place of x @ (a @ b), and add x @ w where a weight is added to them'
                 ),
             ),
-            trial=functools.partial(_try, chains=chains),
+            trial=functools.partial(_multiply_later, view.subject.call, chains),
         )
 
 
@@ -202,7 +241,7 @@ def _equation(value: Value) -> Any:
     return None if value.maker is None else value.maker.place.equation
 
 
-def _try(call: TracedCall, *, chains: Sequence[_Chain]) -> TracedCall:
+def _multiply_later(call: TracedCall, chains: Sequence[_Chain]) -> TracedCall:
     """The function with the other order of products, up to a factor."""
     operands: dict[int, list[Any]] = {}
     edits: dict[int, Any] = {}

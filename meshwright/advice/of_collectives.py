@@ -1,4 +1,4 @@
-"""Sums and gathers in shard_maps whose result each device slices to its own part.
+"""Sums and gathers in shard_maps of which each device needs a part only.
 
     total = jax.lax.psum(partial, 'model')                        # all devices get all of it
     mine = jax.lax.dynamic_slice_in_dim(total, jax.lax.axis_index('model') * n, n, 1)
@@ -10,82 +10,48 @@ parts only, and sends 1/n as much.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-from meshwright.advice.advised import Told
-from meshwright.advice.estimates import shape_of
+from meshwright.advice.candidates import GATHERS as GATHERING, SUMS, Match, Told
+from meshwright.advice.figures import shape_of
+from meshwright.advice.function_view import LEAST, FunctionView, line_of
 from meshwright.advice.loop_edits import skip_sums
 from meshwright.advice.rewriting import Edit, Rewriting, rewrite
 from meshwright.causes.cause import CodeChange, over
-from meshwright.causes.evidence import Evidence
 from meshwright.jax_private import TracedCall
-from meshwright.jaxpr import TracedProgram
 from meshwright.jaxpr.implied_exchanges import exchange_axes
 from meshwright.jaxpr.primitives import GATHERS, MOVES, PSUMS
-from meshwright.jaxpr.values import Axes, Step, Value, readers_of, steps_in
-from meshwright.program.collectives import Collective
-from meshwright.user_lines import user_line
+from meshwright.jaxpr.values import Axes, Step, Value
 
-_SUMS, _GATHERS = ('all-reduce', 'reduce-scatter'), ('all-gather',)
-_LEAST = 4096  # bytes of the sum on a device
 _NEAR = 12  # steps in which the place of a slice is computed
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KeptPart(Told):
-    """A sum or a gather over devices whose result each device slices to its own part.
-
-    Attributes:
-      shape: the sizes of the result above 1, sorted.
-      kinds: the exchanges that it may be.
-    """
-
-    shape: tuple[int, ...]
-    kinds: tuple[str, ...]
-
-    def is_of(self, collective: Collective, evidence: Evidence | None) -> bool:
-        if collective.kind not in self.kinds or {*collective.axes} != {*self.axes}:
-            return False
-        if evidence is None or evidence.value is None:
-            return self.line == collective.source
-        here = self.line in (evidence.made_at, collective.source)
-        return here and shape_of(evidence.value) == self.shape
-
-
-def find_kept_parts(laid_out: TracedProgram) -> Iterator[KeptPart]:
-    """Finds the sums and gathers in shard_maps of which all uses are slices at the device's place.
-
-    Args:
-      laid_out: the function, with the layout of its arrays.
-    """
-    steps = list(steps_in(laid_out.block))
-    readers = readers_of(steps)
-    makers = {id(value): step for step in steps for value in step.outputs}
-    returned = {id(v) for step in steps for body in step.bodies for v in body.outputs}
-    for step in steps:
+def find_kept_parts(view: FunctionView) -> Iterator[Told]:
+    """Finds sums and gathers in shard_maps of which all uses are slices at the device's place."""
+    returned = {id(v) for step in view.steps for body in step.bodies for v in body.outputs}
+    for step in view.steps:
         gathers = step.name in GATHERS and bool(step.params.get('tiled'))
         if not (gathers or step.name in PSUMS) or step.params.get('axis_index_groups'):
             continue
         axes: Axes = tuple(exchange_axes(step))
-        n = math.prod(laid_out.axis_sizes.get(axis, 1) for axis in axes)
+        n = math.prod(view.sizes.get(axis, 1) for axis in axes)
         for number, made in enumerate(step.outputs):
-            if made.shard_bytes(laid_out.axis_sizes) < _LEAST or not made.manual or n == 1:
+            if made.shard_bytes(view.sizes) < LEAST or not made.manual or n == 1:
                 continue
-            slices = _slices_of(made, readers)
+            slices = _slices_of(made, view)
             if not slices or id(made) in returned:
                 continue
-            parts = {_part(one, n, axes, makers) for one in slices}
+            parts = {_part(one, n, axes, view) for one in slices}
             if None in parts or len(parts) > 1:
                 continue
             (d,) = parts
             assert d is not None
-            line, where = map(_line_of, (step, slices[0]))
+            line, where = map(line_of, (step, slices[0]))
             dimension = step.params['all_gather_dimension'] if gathers else None
             if not gathers:
                 text = (
@@ -102,18 +68,22 @@ def find_kept_parts(laid_out: TracedProgram) -> Iterator[KeptPart]:
                 edit = _leave_out
             else:
                 continue
-            yield KeptPart(
+            yield Told(
+                match=Match(
+                    axes=axes,
+                    kinds=GATHERING if gathers else SUMS,
+                    lines=frozenset([line]),
+                    shapes=frozenset([shape_of(made)]),
+                ),
                 line=line,
-                axes=axes,
-                shape=shape_of(made),
-                kinds=_GATHERS if gathers else _SUMS,
                 why=(
                     f'the {"gather" if gathers else "sum"} at {line} gives all {n} devices along '
                     f'{over(axes)} all of {made.shape}, of which each keeps its own part at {where}'
                 ),
                 change=CodeChange(source=line, text=text),
                 trial=functools.partial(
-                    _try,
+                    _exchange_parts,
+                    view,
                     exchange=step.place.equation,
                     edit=edit,
                     slices=tuple(one.place.equation for one in slices),
@@ -122,20 +92,16 @@ def find_kept_parts(laid_out: TracedProgram) -> Iterator[KeptPart]:
             )
 
 
-def _line_of(step: Step) -> str:
-    return user_line(step.place.lines) or step.place.source
-
-
 def _written(axes: Axes) -> str:
     return repr(axes[0]) if len(axes) == 1 else repr(axes)
 
 
-def _slices_of(made: Value, readers: Mapping[int, list[Step]]) -> list[Step]:
+def _slices_of(made: Value, view: FunctionView) -> list[Step]:
     """The slices of an array, if nothing else is done with it; [] otherwise."""
     found, pending = list[Step](), [made]
     while pending:
         value = pending.pop()
-        for reader in readers.get(id(value), []):
+        for reader in view.readers.get(id(value), []):
             if reader.name == 'dynamic_slice' and reader.inputs[0] is value:
                 found.append(reader)
             elif reader.name in MOVES | {'pvary'} and len(reader.inputs) == 1:
@@ -145,7 +111,7 @@ def _slices_of(made: Value, readers: Mapping[int, list[Step]]) -> list[Step]:
     return found
 
 
-def _part(one: Step, n: int, axes: Axes, makers: Mapping[int, Step]) -> int | None:
+def _part(one: Step, n: int, axes: Axes, view: FunctionView) -> int | None:
     """The dimension that a slice at the place of the device cuts into as many parts, or None."""
     given, made = one.inputs[0].shape, one.outputs[0].shape
     cut = [d for d, (a, b) in enumerate(zip(given, made, strict=True)) if a != b]
@@ -153,7 +119,7 @@ def _part(one: Step, n: int, axes: Axes, makers: Mapping[int, Step]) -> int | No
         return None
     pending, seen = [one.inputs[1 + cut[0]]], 0
     while pending and seen < _NEAR:
-        step = makers.get(id(pending.pop(0)))
+        step = view.makers.get(id(pending.pop(0)))
         seen += 1
         if step is not None and step.name == 'axis_index':
             name = step.params['axis_name']
@@ -162,11 +128,11 @@ def _part(one: Step, n: int, axes: Axes, makers: Mapping[int, Step]) -> int | No
     return None
 
 
-def _try(
-    call: TracedCall, *, exchange: Any, edit: Edit, slices: tuple[Any, ...], keep: Edit
+def _exchange_parts(
+    view: FunctionView, *, exchange: Any, edit: Edit, slices: tuple[Any, ...], keep: Edit
 ) -> TracedCall:
     """The function that exchanges only what devices keep, where it slices now."""
-    return rewrite(call, {id(exchange): edit, **{id(one): keep for one in slices}})
+    return rewrite(view.subject.call, {id(exchange): edit, **{id(one): keep for one in slices}})
 
 
 def _leave_out(rewriting: Rewriting, equation: Any, args: list[Any]) -> list[Any]:

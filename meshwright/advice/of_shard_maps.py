@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.lax import with_sharding_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.advice.advised import Told
-from meshwright.advice.estimates import shape_of
+from meshwright.advice.candidates import SUMS, Match, Told
+from meshwright.advice.figures import shape_of
+from meshwright.advice.function_view import FunctionView
 from meshwright.advice.rewriting import make_automatic, rewrite
 from meshwright.causes.cause import CodeChange, over
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.wording import spec_text
 from meshwright.jax_private import TracedCall
-from meshwright.jaxpr import TracedProgram
 from meshwright.jaxpr.mapped_dimensions import (
     MappedFunction,
     find_mapped_functions,
@@ -192,93 +192,71 @@ def _whole(mapped: MappedFunction, axis: str) -> Iterator[Value]:
             yield value
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MissingSpec(Told):
-    """A gather at the border of a shard_map that a spec would avoid.
-
-    Attributes:
-      axes: the mesh axes, sorted.
-      shapes: for each gathered array, its sizes above 1, sorted.
-    """
-
-    axes: Axes
-    shapes: frozenset[tuple[int, ...]]
-
-    def is_of(self, collective: Collective, evidence: Evidence | None) -> bool:
-        if evidence is None or evidence.value is None or not {*evidence.axes} <= {*self.axes}:
-            return False
-        if evidence.kind == 'all-gather':
-            return shape_of(evidence.value) in self.shapes
-        # No exchange inside is the user's: jax sums the gradients of what has no such axis.
-        is_sum = evidence.kind in ('all-reduce', 'reduce-scatter')
-        return is_sum and self.line in lines_of_shard_maps(evidence.value.place)
-
-
-def find_missing_specs(laid_out: TracedProgram, mesh: Mesh) -> tuple[MissingSpec, ...]:
-    """Finds the gathers for shard_maps whose specs do not use the mesh axes of the gather.
-
-    Args:
-      laid_out: the function.
-      mesh: the mesh.
-    """
-    sizes = {axis: n for axis, n in laid_out.axis_sizes.items() if n > 1}
+def find_missing_specs(view: FunctionView) -> Iterator[Told]:
+    """Finds the gathers for shard_maps whose specs do not use the mesh axes of the gather."""
+    sizes = {axis: n for axis, n in view.sizes.items() if n > 1}
     groups: dict[tuple[str, str], list[WholeShardMap]] = {}
-    for one in find_whole_shard_maps(laid_out.block, sizes):
+    for one in find_whole_shard_maps(view.laid_out.block, sizes):
         groups.setdefault((one.line, one.axis), []).append(one)
-    places = shard_maps_of(laid_out.block) if groups else {}
-    return tuple(
-        _missing(
-            line,
-            axis,
-            found,
-            mesh,
-            frozenset(key for key, place in places.items() if line_of_shard_map(place) == line),
-        )
-        for (line, axis), found in groups.items()
-    )
+    places = shard_maps_of(view.laid_out.block) if groups else {}
+    for (line, axis), found in groups.items():
+        equations = {key for key, place in places.items() if line_of_shard_map(place) == line}
+        yield _missing(view, line, axis, found, equations)
 
 
 def _missing(
-    line: str, axis: str, found: Sequence[WholeShardMap], mesh: Mesh, equations: frozenset[int]
-) -> MissingSpec:
+    view: FunctionView,
+    line: str,
+    axis: str,
+    found: Sequence[WholeShardMap],
+    equations: Collection[int],
+) -> Told:
     first, trial = found[0], None
     if not any(one.mapped.has_spec(axis) for one in found):
-        trial = functools.partial(
-            _try_specs, axis=axis, found=tuple(found), equations=equations, mesh=mesh
-        )
+        trial = functools.partial(_divide, view, axis, found, equations)
     value, others = first.whole[0], len(first.whole) - 1
     held = spec_text([own or () for own in value.axes])
     more = f', and {others} more' if others else ''
-    return MissingSpec(
+    shapes = frozenset(shape_of(value) for one in found for value in one.whole)
+    return Told(
+        match=Match(axes=(axis,), also=functools.partial(_is_of, line, shapes)),
         line=line,
-        axes=(axis,),
-        shapes=frozenset(shape_of(value) for one in found for value in one.whole),
         change=CodeChange(
             source=line, text=f'in the shard_map at {line}, write {first.what_to_write()}'
         ),
         why=(
             f'{first.which_spec(f"the shard_map at {line}")} uses {over([axis])}, so it gathers '
-            f'{value.shape} as {held}{more}, and all {mesh.shape[axis]} devices along '
+            f'{value.shape} as {held}{more}, and all {view.sizes[axis]} devices along '
             f'{over([axis])} compute the same'
         ),
         trial=trial,
+        is_of_specs=True,
     )
 
 
-def _try_specs(
-    call: TracedCall,
-    *,
-    axis: str,
-    found: Sequence[WholeShardMap],
-    equations: frozenset[int],
-    mesh: Mesh,
+def _is_of(
+    line: str, shapes: Collection[tuple[int, ...]], _: Collective, evidence: Evidence | None
+) -> bool:
+    """Whether a shard_map without an axis makes an exchange.
+
+    No exchange inside is the user's: jax sums the gradients of what has no such axis.
+    """
+    if evidence is None or evidence.value is None:
+        return False
+    if evidence.kind == 'all-gather':
+        return shape_of(evidence.value) in shapes
+    return evidence.kind in SUMS and line in lines_of_shard_maps(evidence.value.place)
+
+
+def _divide(
+    view: FunctionView, axis: str, found: Sequence[WholeShardMap], equations: Collection[int]
 ) -> TracedCall:
     """The function whose shard_maps of a line divide their work along an axis."""
     edits = dict.fromkeys(equations, make_automatic(axis))
     for one in found:
-        constrain = functools.partial(_constrain, one, mesh)
+        constrain = functools.partial(_constrain, one, view.subject.mesh)
         edits[id(one.mapped.equation)] = make_automatic(axis, constrain)
-    return rewrite(call, edits)
+    return rewrite(view.subject.call, edits)
 
 
 def _constrain(one: WholeShardMap, mesh: Mesh, array: Any, number: int, is_given: bool) -> Any:

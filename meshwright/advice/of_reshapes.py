@@ -1,12 +1,16 @@
-"""Operations that cannot keep the layout of their operand, and what to write in their place.
+"""Reshapes, slices and concatenations that cannot keep the layout of their operand.
 
 A reshape keeps a sharded dimension if the part that becomes the major one is divided as before.
-With rows over 8 devices of 'data',
+With rows over 8 devices of 'data', and a kernel whose columns are sharded over 4 of 'tensor',
 
     x.reshape(4, 1024, 256)                   # 4,096 rows as 4 microbatches: rows move
     x.reshape(1024, 4, 256).swapaxes(0, 1)    # each device keeps its rows
 
-Only the author can write it, because the order of the elements is another one.
+    (h @ kernel).reshape(16, 256, 64, 8)      # each device has 16 of the 64 elements of all heads
+    (h @ kernel).reshape(16, 256, 8, 64)      # each device has 2 heads
+
+The order of a kernel's columns decides which of them belong to a head, and nothing else, so a trace
+can be edited to try it. Where rows are in another order, only the author can write it.
 """
 
 from __future__ import annotations
@@ -14,99 +18,197 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from meshwright.advice.advised import Told
-from meshwright.advice.estimates import shape_of
-from meshwright.advice.variants import with_splits
+from meshwright.advice.candidates import SUMS, Candidate, Match, Told
+from meshwright.advice.figures import shape_of
+from meshwright.advice.function_view import FunctionView
+from meshwright.advice.subject import Layout, with_change
 from meshwright.causes.cause import CodeChange, SplitChange, over
 from meshwright.causes.evidence import Evidence
-from meshwright.causes.layouts import axes_of_row
 from meshwright.causes.wording import in_words
 from meshwright.jaxpr.factor_rules import find_factors
-from meshwright.jaxpr.values import Axes, Value
+from meshwright.jaxpr.values import Axes, Dim, Value
 from meshwright.program.collectives import Collective
-from partitioning.plan.rows import PlanRow
 
-_SUMS = ('all-reduce', 'reduce-scatter')
+_NEAR = 60  # values before a product that are looked at
 _CUTTING = {'slice': 'slices', 'split': 'splits', 'concatenate': 'concatenates', 'pad': 'pads'}
 _HALO = 0.2  # an exchange of a smaller share of the operand only moves the edges of the parts
-
-Layout = tuple[Axes, ...]
 Split = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
+class _Split(NamedTuple):
+    """A reshape that splits a sharded dimension.
+
+    Attributes:
+      value: its result.
+      start: the dimension of the result that is the first part.
+      parts: the number of parts.
+    """
+
+    value: Value
+    start: int
+    parts: int
+
+
+def order_splits(view: FunctionView) -> Iterator[tuple[float, Candidate]]:
+    """Other orders of the parts over whose first one a product of two activations sums.
+
+    Args:
+      view: the arrays of the function.
+    """
+    seen = set[SplitChange]()
+    for product in view.values:
+        if product.primitive != 'dot_general' or product.backward or product.manual:
+            continue
+        weight, _ = view.near_values.get(id(product), (0.0, product))
+        change = _reorder(view, product) if weight else None
+        if change is not None and change not in seen:
+            seen.add(change)
+            yield weight, Candidate(change)
+
+
+def _reorder(view: FunctionView, product: Value) -> SplitChange | None:
+    """The change of the splits of both operands of a product, or None."""
+    assert product.maker is not None
+    parameters = {path for path, row in view.rows.items() if row.role != 'other'}
+    operands = product.operands[:2]
+    if any(value.argument in parameters for value in operands):
+        return None
+    (left, right), _ = product.maker.params['dimension_numbers']
+    for pair in zip(left, right, strict=True):
+        dims = [value.dims[d] for value, d in zip(operands, pair, strict=True)]
+        axes = {a for dim in dims if dim is not None for a in dim.axes} - {*view.rows_axes}
+        devices = math.prod(view.sizes.get(a, 1) for a in axes)
+        if devices == 1 or None in dims:
+            continue
+        found = [_find_split(v, dim) for v, dim in zip(operands, dims, strict=True) if dim]
+        splits = [split for split in found if split is not None]
+        orders = [_order(split, devices) for split in splits]
+        if len(splits) == len(operands) and None not in orders:
+            return _change(splits, [o for o in orders if o], tuple(sorted(axes)), devices)
+    return None
+
+
+def _find_split(value: Value, dim: Dim) -> _Split | None:
+    """The reshape before a value that makes a dimension the first part of a larger one."""
+    pending, seen = [value], {id(value)}
+    while pending and len(seen) < _NEAR:
+        current = pending.pop(0)
+        if current.primitive == 'reshape' and current.maker is not None and dim in current.dims:
+            first = current.dims.index(dim)
+            factors = find_factors(current.maker)
+            own = factors.outputs[0][first]
+            for parts in factors.inputs[0] if factors.known else ():
+                if len(parts) > 1 and own and own == parts[:1]:
+                    return _Split(current, first, len(parts))
+        for operand in current.operands:
+            if id(operand) not in seen and dim in operand.dims:
+                seen.add(id(operand))
+                pending.append(operand)
+    return None
+
+
+def _order(split: _Split, devices: int) -> tuple[int, ...] | None:
+    """The dimensions of a split with a part first that devices divide, or None."""
+    shape, first = split.value.shape, split.start
+    others = range(first + 1, first + split.parts)
+    fits = next((d for d in others if shape[d] % devices == 0), None)
+    if fits is None:
+        return None
+    rest = (d for d in range(first, len(shape)) if d != fits)
+    return (*range(first), fits, *rest)
+
+
+def _change(
+    splits: list[_Split], orders: list[tuple[int, ...]], axes: tuple[str, ...], devices: int
+) -> SplitChange:
+    split, order = splits[0], orders[0]
+    value, shape = split.value, split.value.shape
+    new = ', '.join(str(shape[d]) for d in order)
+    lines = ' and '.join(dict.fromkeys(one.value.line for one in splits))
+    return SplitChange(
+        source=value.line,
+        splits=tuple(
+            dict.fromkeys(
+                (one.value.operands[0].shape, one.value.shape, o)
+                for one, o in zip(splits, orders, strict=True)
+            )
+        ),
+        text=(
+            f'write reshape({new}) in place of reshape({", ".join(map(str, shape))}) at {lines}, '
+            f'and merge in the same order: {over(axes)} then shards the part of '
+            f'{shape[order[split.start]]:,}, which {devices} devices divide, in place of the part '
+            f'of {shape[split.start]:,}, over which a product sums'
+        ),
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Misfit(Told):
+class _Misfit:
     """An operation that cannot keep the layout of its operand.
 
     Attributes:
+      line: its line.
       axes: the mesh axes that it cannot keep.
       shapes: the sizes above 1 of its operand and of its result, sorted.
+      array: the operand, in words.
       nbytes: the size of the operand on a device, in bytes.
+      why: why it exchanges data.
+      text: what to write.
       splits: the reshapes of its line that could split rows in another order.
     """
 
+    line: str
     axes: Axes
     shapes: frozenset[tuple[int, ...]]
+    array: str
     nbytes: float
+    why: str
+    text: str
     splits: tuple[Split, ...] = ()
 
-    def with_trial(self) -> Misfit:
-        """The same, which can be tried if rows need only be split in another order."""
-        if not self.splits:
-            return self
-        change = SplitChange(source=self.line, splits=self.splits, text='')
-        return dataclasses.replace(self, trial=functools.partial(with_splits, change=change))
-
     def is_of(self, collective: Collective, evidence: Evidence | None) -> bool:
-        if evidence is None or not {*collective.axes} & {*self.axes}:
+        """Whether it makes an exchange, which moves more than the edges of the parts."""
+        if evidence is None or collective.total_bytes < _HALO * self.nbytes * collective.count:
             return False
-        if collective.total_bytes < _HALO * self.nbytes * collective.count:
-            return False
-        value = evidence.value
-        here = self.line in (evidence.made_at, evidence.used_at, collective.source)
-        if collective.kind in _SUMS:  # compilers also write a gather as a sum of parts and zeros
-            moved = value is not None and not value.gradient_of and not value.contracted
-            return here and moved
-        return here or (value is not None and shape_of(value) in self.shapes)
+        if self.line in (evidence.made_at, evidence.used_at, collective.source):
+            return True
+        value = evidence.value  # compilers also write a gather as a sum of parts and zeros
+        return collective.kind not in SUMS and value is not None and shape_of(value) in self.shapes
 
 
-def find_misfits(
-    values: Iterable[Value],
-    rows: Mapping[str, PlanRow],
-    sizes: Mapping[str, int],
-) -> tuple[Misfit, ...]:
-    """Finds the operations of the forward pass that cannot keep the layout of their operand.
-
-    Args:
-      values: the values of the function.
-      rows: the layout of each argument, by its path.
-      sizes: the size of each mesh axis.
-    """
-    given = [row for row in rows.values() if row.role == 'other']
-    row_axes = frozenset(axis for row in given for axes in axes_of_row(row) for axis in axes)
-    found: dict[tuple[str, Axes], Misfit] = {}
-    for value in values:
+def find_misfits(view: FunctionView) -> Iterator[Told]:
+    """Finds the operations of the forward pass that cannot keep the layout of their operand."""
+    found: dict[tuple[str, Axes], _Misfit] = {}
+    for value in view.values:
         if value.backward or value.manual or not value.operands:
             continue
-        search = _Search(value, rows, sizes, row_axes)
+        search = _Search(value, view)
         for one in search.reshaped() if value.primitive == 'reshape' else search.cut():
             first = found.setdefault((one.line, one.axes), one)
             first = first if first.nbytes >= one.nbytes else one
             splits = tuple(dict.fromkeys([*found[one.line, one.axes].splits, *one.splits]))
             found[one.line, one.axes] = dataclasses.replace(first, splits=splits)
-    return tuple(one.with_trial() for one in found.values())
+    for one in found.values():
+        change = SplitChange(source=one.line, splits=one.splits, text='')
+        yield Told(
+            match=Match(axes=one.axes, partly=True, moves=True, also=one.is_of),
+            line=one.line,
+            array=one.array,
+            why=one.why,
+            change=CodeChange(source=one.line, text=one.text),
+            trial=functools.partial(with_change, view.subject, change) if one.splits else None,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Search:
     value: Value
-    rows: Mapping[str, PlanRow]
-    sizes: Mapping[str, int]
-    row_axes: frozenset[str]
+    view: FunctionView
 
-    def reshaped(self) -> Iterator[Misfit]:
+    def reshaped(self) -> Iterator[_Misfit]:
         """Splits whose major part is not divided, and merges behind another dimension."""
         value, given = self.value, self.value.operands[0]
         factors = find_factors(value.maker) if value.maker is not None else None
@@ -117,7 +219,7 @@ class _Search:
             parts = [f for f in factors.inputs[0][d] if factors.sizes[f] > 1]
             if not axes or not parts:
                 continue
-            n = math.prod(self.sizes[a] for a in axes)
+            n = math.prod(self.view.sizes[a] for a in axes)
             made = next(o for o, dim in enumerate(factors.outputs[0]) if parts[0] in dim)
             merged = [f for f in factors.outputs[0][made] if factors.sizes[f] > 1]
             if len(parts) > 1 and factors.sizes[parts[0]] % n:
@@ -125,7 +227,7 @@ class _Search:
             elif merged[0] != parts[0]:
                 yield self._misfit(axes, *self._merged(d, axes))
 
-    def _split(self, d: int, axes: Axes, n: int, made: int) -> Misfit:
+    def _split(self, d: int, axes: Axes, n: int, made: int) -> _Misfit:
         given, shape = self.value.operands[0], list(self.value.shape)
         why = (
             f'{self._reshape} splits dimension {d} of {given.shape[d]:,} elements, which is '
@@ -171,7 +273,7 @@ class _Search:
             f'{self.line}, as with jnp.moveaxis, or keep the dimensions apart'
         )
 
-    def cut(self) -> Iterator[Misfit]:
+    def cut(self) -> Iterator[_Misfit]:
         """Slices, splits, concatenations and paddings along a sharded dimension."""
         value, given = self.value, max(self.value.operands, key=lambda one: one.size)
         does = _CUTTING.get(value.primitive)
@@ -181,7 +283,7 @@ class _Search:
             largest = value if after > before else given
             axes = self._layout(largest)[d]
             axes = axes or (self._layout(given)[d] if largest is value else ())
-            if before == after or not axes or value.rolls_stages(d, self.sizes):
+            if before == after or not axes or value.rolls_stages(d, self.view.sizes):
                 continue
             why = (
                 f'{value.primitive} at {self.line} {does} dimension {d} of {largest.shape[d]:,} '
@@ -194,7 +296,7 @@ class _Search:
         before, after = given.shape[d], value.shape[d]
         if after < before and before % after == 0 and after > 1:
             parts, dim = before // after, given.dims[d]
-            row = self.rows.get(dim.argument) if dim is not None else None
+            row = self.view.rows.get(dim.argument) if dim is not None else None
             fused = f' in place of {row.path}' if row is not None and row.role != 'other' else ''
             shape = (*given.shape[:d], parts, after, *given.shape[d + 1 :])
             return (
@@ -225,34 +327,34 @@ class _Search:
         """
         if value.layout is not None:
             return tuple(
-                tuple(a for a in axes if self.sizes.get(a, 1) > 1) for axes in value.layout
+                tuple(a for a in axes if self.view.sizes.get(a, 1) > 1) for axes in value.layout
             )
         found: list[Axes] = [()] * len(value.shape)
         taken = set[str]()
         for of_rows in (True, False):
             for d, dim in enumerate(value.dims):
-                row = self.rows.get(dim.argument) if dim is not None else None
+                row = self.view.rows.get(dim.argument) if dim is not None else None
                 if dim is None or of_rows != (row is None or row.role == 'other'):
                     continue
-                axes = [a for a in dim.axes if self.sizes.get(a, 1) > 1 and a not in taken]
-                found[d] = tuple(a for a in axes if of_rows or a not in self.row_axes)
+                axes = [a for a in dim.axes if self.view.sizes.get(a, 1) > 1 and a not in taken]
+                found[d] = tuple(a for a in axes if of_rows or a not in self.view.data_axes)
                 taken |= {*found[d]}
         return tuple(found)
 
     def _is_of_rows(self, value: Value, d: int) -> bool:
         dim = value.dims[d]
-        row = self.rows.get(dim.argument) if dim is not None else None
+        row = self.view.rows.get(dim.argument) if dim is not None else None
         return row is not None and row.role == 'other' and dim is not None and dim.number == 0
 
-    def _misfit(self, axes: Axes, why: str, text: str, given: Value | None = None) -> Misfit:
+    def _misfit(self, axes: Axes, why: str, text: str, given: Value | None = None) -> _Misfit:
         given = given or self.value.operands[0]
-        shards = math.prod(self.sizes[a] for own in self._layout(given) for a in own)
-        return Misfit(
+        shards = math.prod(self.view.sizes[a] for own in self._layout(given) for a in own)
+        return _Misfit(
             line=self.line,
             axes=axes,
             shapes=frozenset({shape_of(given), shape_of(self.value)}),
             array=in_words(given),
             nbytes=given.nbytes / shards,
             why=why,
-            change=CodeChange(source=self.line, text=text),
+            text=text,
         )

@@ -1,21 +1,24 @@
-"""A traced function with a change: with other constraints, or with other layouts of its arguments.
+"""A traced function, what is known of its state, and the same function with a change.
 
 Nothing of the user's code runs again. The equations of the trace are edited, and what the function
-says about its arguments and results is replaced.
+says about its arguments and results is replaced. For `train_step(state, batch)` that returns
+`(state, loss)`, result 0 has the paths of the argument `state`, and each array of it is computed
+from the array with the same path, element by element:
+
+    state['w'] -> sub -> result[0]['w']       is the next call's state['w']
+    state['w'] -> dot_general -> result[1]    is not: a gradient or a loss
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.advice.state_pairs import pair_results
+from meshwright.calls.plain_call import jax_paths, parts_of_name
 from meshwright.causes.cause import (
     Change,
     ConstraintChange,
@@ -25,17 +28,21 @@ from meshwright.causes.cause import (
     SplitChange,
     StateChange,
 )
-from meshwright.causes.editing import edit_jaxpr, with_bodies
+from meshwright.causes.editing import edit_jaxpr, edit_splits
 from meshwright.jax_private import TracedCall, evaluate, trace_again
 from meshwright.jaxpr.naming import TracedValues, shared_end
-from meshwright.jaxpr.primitives import ARITHMETIC
-from meshwright.jaxpr.values import Axes, Value
+from meshwright.jaxpr.primitives import ARITHMETIC, ELEMENTWISE, MOVES, SCATTERS, names_in
+from meshwright.jaxpr.values import Axes, Block, Value, carries, ties
 from meshwright.jaxpr.writing_out import write_out
 from partitioning.plan.rows import PlanRow
-from partitioning.products.flops import bodies_of
 from partitioning.rules import from_tuple
 
+# A result of these replaces their first operand, as in a cache.
+UPDATES = SCATTERS | names_in('dynamic_update_slice')
+_KEEPING = ELEMENTWISE | MOVES | names_in('random_fold_in random_split cond while')
+_CHANGED_SHAPE = names_in('slice dynamic_slice squeeze reshape transpose expand_dims gather')
 Layout = tuple[Axes, ...]
+Path = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,21 +149,12 @@ def with_change(subject: Subject, change: Change) -> TracedCall | None:
         edited = edit_jaxpr(subject.call.jaxpr, change, subject.mesh, subject.helpers)
         return _again(subject.call, jaxpr=edited)
     if isinstance(change, SplitChange):
-        return with_splits(subject.call, change)
+        return _again(subject.call, jaxpr=edit_splits(subject.call.jaxpr, change))
     if isinstance(change, LayoutChange):
         return _with_layouts(subject, *_layouts_of(subject, change))
     if isinstance(change, StateChange):
         return _with_layouts(subject, dict(change.layouts), dict(change.results))
     return None
-
-
-def with_splits(call: TracedCall, change: SplitChange) -> TracedCall:
-    """The function whose dimensions are split into their parts in another order.
-
-    Raises:
-      ValueError: if it has no such split.
-    """
-    return _again(call, jaxpr=edit_splits(call.jaxpr, change))
 
 
 def _layouts_of(
@@ -220,61 +218,111 @@ def _again(call: TracedCall, **changes: Any) -> TracedCall:
     return dataclasses.replace(changed, lower=lower)
 
 
-def edit_splits(jaxpr: Any, change: SplitChange) -> Any:
-    """Returns a ClosedJaxpr whose reshapes split and merge in another order.
-
-    For a split of 512 features into 64 elements of 8 heads, with the heads first, and for merges of
-    the same parts in the forward and in the backward pass:
-
-        b = reshape[(4, 64, 8)] a    ->  t = reshape[(4, 8, 64)] a;  b = transpose[(0, 2, 1)] t
-        d = reshape[(4, 512)] c      ->  t = transpose[(0, 2, 1)] c;  d = reshape[(4, 512)] t
+def pair_results(call: TracedCall, block: Block, paths: Sequence[str]) -> dict[int, int]:
+    """Returns the number of the argument of each result that the next call of a function takes.
 
     Args:
-      jaxpr: the ClosedJaxpr.
-      change: the reshapes and the order of their parts.
-
-    Raises:
-      ValueError: if it has none of the reshapes.
+      call: the trace of the function.
+      block: its steps, without exchanges.
+      paths: the path of each argument, as the user sees it.
     """
-    editor = _Editor(change)
-    edited = jaxpr.replace(jaxpr=editor.edit(jaxpr.jaxpr))
-    if not editor.count:
-        raise ValueError(f'no reshape of {change.source} matches "{change}"')
-    return edited
+    by_user = [tuple(path.split('/')) for path in paths]
+    pairs = zip(jax_paths(call), by_user, strict=True)
+    known = [[by_jax, path, ('', *path)] for by_jax, path in pairs]
+    return pair_state(block, known, [parts_of_name(name) for name in call.result_names])
 
 
-class _Editor:
-    def __init__(self, change: SplitChange):
-        self._splits = {(before, after): order for before, after, order in change.splits}
-        self.count = 0
+def pair_state(
+    block: Block, argument_paths: Sequence[Sequence[Path]], result_paths: Sequence[Path]
+) -> dict[int, int]:
+    """Returns the number of the argument of each result that the next call takes.
 
-    def edit(self, jaxpr: Any) -> Any:
-        equations: list[Any] = []
-        for equation in jaxpr.eqns:
-            if bodies_of(equation):
-                equations.append(with_bodies(equation, self.edit))
-            else:
-                equations += self._reorder(equation)
-        return jaxpr.replace(eqns=equations)
+    Args:
+      block: the steps of the function, without exchanges.
+      argument_paths: for each argument, its possible paths: by jax's names or by the user's.
+      result_paths: the path of each result, which begins with 'result' and positions.
+    """
+    sources = _Sources(block)
+    found: dict[int, list[int]] = {}
+    for number, path in enumerate(result_paths):
+        made = block.outputs[number]
+        near = [i for i in sources.of(made) if block.inputs[i].shape == made.shape]
+        named = [i for i in near if any(_fits(path, own) for own in argument_paths[i])]
+        if named:
+            found[number] = named
+    pairs: dict[int, int] = {}
+    while found:  # results that can be one argument only come first
+        number = min(found, key=lambda n: (len(found[n]), n))
+        candidates = found.pop(number)
+        longest = max(
+            candidates,
+            key=lambda i: max(shared_end(result_paths[number], p) for p in argument_paths[i]),
+        )
+        pairs[number] = longest
+        found = {
+            n: left for n, given in found.items() if (left := [i for i in given if i != longest])
+        }
+    return pairs
 
-    def _reorder(self, equation: Any) -> list[Any]:
-        """The equations in place of one: a reshape and a move of its parts, or itself."""
-        if equation.primitive.name != 'reshape' or equation.params.get('dimensions') is not None:
-            return [equation]
-        given, made = equation.invars[0].aval, equation.outvars[0].aval
-        split = self._splits.get((tuple(given.shape), tuple(made.shape)))
-        merged = self._splits.get((tuple(made.shape), tuple(given.shape)))
-        if split is not None:
-            new = tuple(made.shape[d] for d in split)
-            back = tuple(int(d) for d in np.argsort(split))
-            written = jax.make_jaxpr(lambda x: x.reshape(new).transpose(back))
-        elif merged is not None:
-            written = jax.make_jaxpr(lambda x: x.transpose(merged).reshape(made.shape))
-        else:
-            return [equation]
-        self.count += 1
-        found = written(jax.ShapeDtypeStruct(given.shape, given.dtype)).jaxpr.eqns
-        info = {'source_info': equation.source_info}
-        first = found[0].replace(invars=[equation.invars[0]], **info)
-        last = found[-1].replace(outvars=list(equation.outvars), **info)
-        return [first, last]
+
+def _fits(result: Path, argument: Path) -> bool:
+    """Whether a result can be an argument: ('result', '0', 'w') and ('state', 'w')."""
+    tail = argument[1:]
+    before = result[: len(result) - len(tail)]
+    return result[len(before) :] == tail and bool(before) and all(p.isdigit() for p in before[1:])
+
+
+class _Sources:
+    """Finds the arguments from which a value is computed element by element."""
+
+    def __init__(self, block: Block):
+        self._from: dict[int, list[Value]] = {}
+        self._inputs = {id(value): i for i, value in enumerate(block.inputs)}
+        self._read(block)
+
+    def of(self, value: Value) -> list[int]:
+        """The numbers of these arguments."""
+        found, seen, waiting = list[int](), set[int](), [value]
+        while waiting:
+            one = waiting.pop()
+            if id(one) in seen:
+                continue
+            seen.add(id(one))
+            if id(one) in self._inputs:
+                found.append(self._inputs[id(one)])
+            waiting += self._from.get(id(one), [])
+        return sorted(found)
+
+    def _read(self, block: Block) -> None:
+        for step in block.steps:
+            if step.bodies:
+                for body in step.bodies:
+                    self._read(body)
+                for tie in ties(step):
+                    if not tie.stacked:
+                        source, made = (
+                            (tie.inner, tie.outer) if tie.output else (tie.outer, tie.inner)
+                        )
+                        self._add(made, source)
+                for given, returned in carries(step):
+                    self._add(given, returned)
+            elif step.name in UPDATES:
+                self._add(step.outputs[0], step.inputs[0])
+            elif step.name in _KEEPING or step.is_border:
+                for made, source in _of_equal_shape(step.inputs, step.outputs, step.name):
+                    self._add(made, source)
+
+    def _add(self, made: Value, source: Value) -> None:
+        self._from.setdefault(id(made), []).append(source)
+
+
+def _of_equal_shape(
+    inputs: Sequence[Value], outputs: Sequence[Value], name: str
+) -> Iterator[tuple[Value, Value]]:
+    if name in ('optimization_barrier', 'device_put'):
+        yield from zip(outputs, inputs, strict=True)
+        return
+    for made in outputs:
+        for source in inputs:
+            if source.shape == made.shape or name in _CHANGED_SHAPE:
+                yield made, source

@@ -1,78 +1,101 @@
-"""What is known of the arrays around the exchanges of a function, from which changes follow.
+"""A function as the finders of changes see it: its arrays, where they come from, its exchanges.
 
-For a hidden layer between an exchange of 8 MB and a product with 'params/up', `Surroundings` knows
-that 4 MB of exchanges are near the layer and near 'params/up', and that the layer should be sharded
-as the rows of the batch and the columns of 'params/up' are.
+For a hidden layer between an exchange of 8 MB and a product with 'params/up', a `FunctionView`
+knows that 4 MB of exchanges are near the layer and near 'params/up', that the layer should be
+sharded as the rows of the batch and the columns of 'params/up' are, and which argument the layer
+is computed from.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from meshwright.advice.variants import Layout, Subject
-from meshwright.causes.cause import Change, ConstraintChange
+from meshwright.advice.figures import Estimate
+from meshwright.advice.subject import Layout, Subject
+from meshwright.causes.cause import ConstraintChange
+from meshwright.causes.evidence import Evidence
+from meshwright.causes.explaining import Explanation
 from meshwright.causes.layouts import axes_of_row
-from meshwright.causes.possible_changes import PossibleChanges
-from meshwright.jaxpr.naming import TracedValues
+from meshwright.jaxpr import TracedProgram
+from meshwright.jaxpr.implied_exchanges import KINDS
 from meshwright.jaxpr.primitives import CONSTRAINTS
-from meshwright.jaxpr.values import Axes, Dims, Value
+from meshwright.jaxpr.values import Axes, Dims, Step, Value, readers_of, steps_in, ties
+from meshwright.program.collectives import Collective
+from meshwright.user_lines import user_line
+from partitioning.hardware import Chip
 from partitioning.plan.rows import PlanRow
 from partitioning.products.flops import PRODUCTS
 
-REMOVED = 0.95  # the weight of leaving a constraint out: others may want it
+LEAST = 4096  # bytes of an array on a device that is worth a change
 _NEAR = 40  # values around an exchange that are looked at
+_FREE = 0.9  # the share of the memory of a device that a function may use with a change
 
 
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """A change that is worth an estimate.
-
-    Attributes:
-      change: the change.
-      keeps_layout: whether all parameters keep their layout.
-      weight: how likely it is what the author meant, next to others that save as much.
-      of_state: whether it only lays out gradients, updates and moments.
-    """
-
-    change: Change
-    keeps_layout: bool = True
-    weight: float = 1.0
-    of_state: bool = False
-
-
-class Surroundings:
-    """The arrays of a function, with the bytes of the exchanges around each of them.
+class FunctionView:
+    """A function with the layout of its arrays, and the exchanges of its compiled program.
 
     Args:
       subject: the function.
-      traced: its values.
-      possible: what is known of their layouts.
-      equations: the bytes of the exchanges around each equation, by its id.
+      laid_out: its steps, with the layout of their arrays.
+      explanation: the causes of its exchanges.
+      base: what it sends and holds by formula.
+      chip: the chip.
+
+    Attributes:
+      rows: the layout of each argument, by its path.
+      sizes: the size of each mesh axis.
+      steps: all steps, also those of loops and calls.
+      values: the values of the trace, with their names.
+      exchanges: each exchange of the compiled program, with what it moves.
+      sends: the bytes that a device sends in the compiled program.
+      near_values: the bytes of the exchanges around each value, by its id.
+      parameters: the bytes of the exchanges around each argument, by its path.
     """
 
     def __init__(
         self,
         subject: Subject,
-        traced: TracedValues,
-        possible: PossibleChanges,
-        equations: Mapping[int, float],
+        laid_out: TracedProgram,
+        explanation: Explanation,
+        base: Estimate,
+        chip: Chip | None,
     ):
-        self.subject, self.traced, self.possible = subject, traced, possible
-        self.rows = subject.by_path
+        self.subject, self.laid_out, self.base = subject, laid_out, base
+        self.explanation = explanation
+        self.traced, self.possible = explanation.traced, explanation.possible
+        self.rows, self.sizes, self.values = (
+            subject.by_path,
+            laid_out.axis_sizes,
+            self.traced.values,
+        )
+        pairs = zip(explanation.collectives, explanation.evidence, strict=True)
+        self.exchanges: list[tuple[Collective, Evidence | None]] = [(c, e) for (c, _), e in pairs]
+        self.sends = sum(c.total_bytes for c, _ in self.exchanges)
         self.batch = [r for r in self.rows.values() if r.role == 'other' and r.shape]
         self.near_values: dict[int, tuple[float, Value]] = {}
         self.parameters: dict[str, float] = collections.defaultdict(float)
-        self._weigh(equations)
+        self._limit = None if chip is None else _FREE * chip.hbm_bytes_per_device
+        self._weigh()
+        self.steps = list(steps_in(laid_out.block))
+        self.makers = {id(value): step for step in self.steps for value in step.outputs}
+        # What a value inside of a loop or a call is outside, and whether a loop takes it apart.
+        self._outer = {
+            id(tie.inner): (tie.outer, tie.stacked)
+            for step in self.steps
+            for tie in ties(step)
+            if not tie.output
+        }
+        inputs = laid_out.block.inputs
+        self._given = {id(value): row for value, row in zip(inputs, subject.rows, strict=False)}
 
-    def _weigh(self, equations: Mapping[int, float]) -> None:
+    def _weigh(self) -> None:
         """Gives the bytes of each exchange to the values and the parameters around it."""
         graph = self.possible.graph
-        for value in self.traced.values:
-            nbytes = equations.get(id(value.place.equation), 0.0)
+        for value in self.values:
+            nbytes = self.base.equations.get(id(value.place.equation), 0.0)
             if not nbytes:
                 continue
             for number, near in enumerate(itertools.islice(graph.near(value), _NEAR)):
@@ -83,13 +106,76 @@ class Surroundings:
                     if operand.argument:
                         self.parameters[operand.argument] += nbytes / (2 + number)
 
+    # Where arrays come from
+
+    @functools.cached_property
+    def readers(self) -> dict[int, list[Step]]:
+        """The steps that read each value, by its id."""
+        return readers_of(self.steps)
+
+    def before_exchange(self, value: Value) -> Value:
+        """The array before the exchanges that its layout implies."""
+        while (step := self.makers.get(id(value))) is not None and step.name in KINDS:
+            value = step.inputs[0]
+        return value
+
+    def argument_of(
+        self,
+        value: Value,
+        before: Callable[[Step, Value], Value | None],
+        *,
+        into_loops: bool = True,
+    ) -> tuple[PlanRow | None, int]:
+        """The argument that an array is made of, and how many loops take the argument apart.
+
+        Args:
+          value: the array.
+          before: the operand of the step that makes a value to follow, or None to find nothing.
+          into_loops: whether the array may be inside of loops and calls.
+        """
+        loops = 0
+        while id(value) not in self._given:
+            if into_loops and id(value) in self._outer:
+                value, stacked = self._outer[id(value)]
+                loops += stacked
+                continue
+            step = self.makers.get(id(value))
+            operand = None if step is None else before(step, value)
+            if operand is None:
+                return None, 0
+            value = operand
+        return self._given[id(value)], loops
+
+    def depends_on(self, value: Value, axes: Axes) -> bool:
+        """Whether an array is computed from arguments that are sharded over mesh axes."""
+        pending, seen = [value], set[int]()
+        while pending:
+            one = pending.pop()
+            if id(one) in seen:
+                continue
+            seen.add(id(one))
+            if id(one) in self._given:
+                if {*axes} & {axis for own in one.axes for axis in own or ()}:
+                    return True
+            elif id(one) in self._outer:
+                pending.append(self._outer[id(one)][0])
+            elif (step := self.makers.get(id(one))) is not None:
+                pending += step.inputs
+        return False
+
+    # What is known of their layouts
+
+    def can_hold(self, nbytes: float) -> bool:
+        """Whether devices have room for so many bytes more, as far as is known."""
+        return self._limit is None or self.base.peak + nbytes <= self._limit
+
     @functools.cached_property
     def used(self) -> frozenset[str]:
         """The paths of the arguments that products and lookups take, unlike averages of them."""
-        uses = (v for v in self.traced.values if v.primitive in PRODUCTS | {'gather'})
+        uses = (v for v in self.values if v.primitive in PRODUCTS | {'gather'})
         return frozenset(one.argument for value in uses for one in value.operands)
 
-    @property
+    @functools.cached_property
     def rows_axes(self) -> Axes:
         """The mesh axes over which the rows of the batch are sharded, or should be."""
         votes: collections.Counter[Axes] = collections.Counter()
@@ -98,10 +184,16 @@ class Surroundings:
         found = [axes for axes, _ in votes.most_common() if axes]
         return found[0] if found else self.possible.layouts.batch_axes
 
+    @functools.cached_property
+    def data_axes(self) -> frozenset[str]:
+        """The mesh axes over which any dimension of the batch is sharded."""
+        given = [row for row in self.rows.values() if row.role == 'other']
+        return frozenset(axis for row in given for axes in axes_of_row(row) for axis in axes)
+
     def constraints(self) -> list[tuple[float, Value]]:
         """The constraints of the forward pass by line and shape, with the bytes around them."""
         sites: dict[tuple[str, tuple[int, ...]], tuple[float, Value]] = {}
-        for value in self.traced.values:
+        for value in self.values:
             if value.primitive not in CONSTRAINTS or value.layout is None or value.backward:
                 continue
             if len(value.shape) < 2 or value.manual:
@@ -175,6 +267,11 @@ def _dims_of(value: Value) -> Dims:
     if value.primitive != 'gather' or given.shape != value.shape:
         return value.dims
     return tuple(own or before for own, before in zip(value.dims, given.dims, strict=True))
+
+
+def line_of(step: Step) -> str:
+    """The user's line of a step."""
+    return user_line(step.place.lines) or step.place.source
 
 
 def rearranged(layout: Layout) -> Iterator[Layout]:

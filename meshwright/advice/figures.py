@@ -1,10 +1,14 @@
-"""What a traced function sends and holds, by formula, to compare it with the same with a change."""
+"""What a function sends and holds, to compare it with the same with a change.
+
+An `Estimate` is by formula, of its trace; `Measured` is of its compiled program.
+"""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from jax.sharding import Mesh
@@ -13,6 +17,8 @@ from meshwright.jax_private import TracedCall
 from meshwright.jaxpr import MemoryEstimate, TracedProgram, estimate_memory, lay_out_trace
 from meshwright.jaxpr.exchange_list import exchanges_of, walk_exchanges
 from meshwright.jaxpr.values import Block, Value
+from meshwright.program.collectives import Collective
+from meshwright.program.costs import ProgramCosts
 from meshwright.time.traced_work import estimate_work
 from meshwright.user_lines import user_line
 from partitioning.hardware import CHIPS, Chip
@@ -24,6 +30,11 @@ _MORE = 0.01  # the share by which it may raise the others
 MORE_FLOPS = 1.05  # how many more FLOPs a change may need, which then send much less
 _MUCH = 0.1  # the share of the bytes that it saves for them
 _UNNEEDED = 1.5  # how often more a program sends if its layouts have spread wrongly or do not fit
+# A change lowers a figure to this share, so that it is worth a person's time, and raises others to
+# this one.
+_LESS, MORE = 0.97, 1.01
+
+Key = tuple[str, tuple[str, ...], tuple[str, ...], str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,3 +179,76 @@ def shape_of(value: Value) -> tuple[int, ...]:
 def count_steps(block: Block) -> int:
     """The number of steps of a block and of its bodies."""
     return sum(1 + sum(map(count_steps, step.bodies)) for step in block.steps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A compiled function, per device and call.
+
+    Attributes:
+      sent: the bytes that a device sends.
+      peak: the peak of its memory, in bytes.
+      seconds: the forecast time; None if the chip has no model.
+      exchanges: the bytes of its exchanges.
+      returned: the bytes of what its exchanges return.
+    """
+
+    sent: float
+    peak: int
+    seconds: float | None
+    exchanges: Mapping[Key, float]
+    returned: float = 0.0
+
+    def is_better(self, before: Measured) -> bool:
+        """Whether it lowers a figure of another one by 3%, and raises none by more than 1%."""
+        pairs = [(self.sent, before.sent), (self.peak, before.peak)]
+        if self.seconds is not None and before.seconds is not None:
+            pairs.append((self.seconds, before.seconds))
+        lower = any(after < _LESS * figure for after, figure in pairs)
+        return lower and all(after <= MORE * figure for after, figure in pairs)
+
+    def gone(self, before: Measured) -> frozenset[Key]:
+        """The exchanges of another one that are gone, and not only there with other arrays."""
+        mine, theirs = self._by_line(), before._by_line()
+        return frozenset(
+            key
+            for key, nbytes in before.exchanges.items()
+            if self.exchanges.get(key, 0.0) < nbytes / 2
+            and theirs[_line_of(key)] - mine[_line_of(key)] > nbytes / 2
+        )
+
+    def _by_line(self) -> Mapping[tuple[object, ...], float]:
+        sums: dict[tuple[object, ...], float] = collections.defaultdict(float)
+        for key, nbytes in self.exchanges.items():
+            sums[_line_of(key)] += nbytes
+        return sums
+
+
+def _line_of(key: Key) -> tuple[object, ...]:
+    """The axes and the line of an exchange, whatever its arrays and its kind."""
+    _, axes, _, source = key
+    return axes, source
+
+
+def measure_costs(costs: ProgramCosts, seconds: float | None) -> Measured:
+    """The figures of a compiled function.
+
+    Args:
+      costs: its costs.
+      seconds: its forecast time.
+    """
+    exchanges: dict[Key, float] = collections.defaultdict(float)
+    for one in costs.collectives:
+        exchanges[key_of(one)] += one.total_bytes
+    return Measured(
+        sent=sum(exchanges.values()),
+        peak=costs.memory.peak if costs.memory is not None else costs.at_peak.nbytes,
+        seconds=seconds,
+        exchanges=dict(exchanges),
+        returned=sum(one.result_bytes for one in costs.collectives),
+    )
+
+
+def key_of(collective: Collective) -> Key:
+    """What an exchange of one compilation has in common with the same of another one."""
+    return collective.kind, collective.axes, collective.arrays, collective.source

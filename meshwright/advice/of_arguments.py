@@ -1,0 +1,369 @@
+"""Other layouts of arguments that are worth an estimate: of parameters, the state, and the batch.
+
+Under fully sharded training on data=4, fsdp=4, a batch that is laid out as PartitionSpec('data')
+makes the devices along 'fsdp' compute parts of the same rows, and sum or gather activations.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.sharding import NamedSharding
+
+from meshwright.advice.candidates import Candidate, Match, Told
+from meshwright.advice.function_view import FunctionView, rearranged
+from meshwright.advice.subject import Layout
+from meshwright.causes.cause import (
+    CodeChange,
+    ConstraintChange,
+    JoinedChange,
+    LayoutChange,
+    SingleChange,
+    StateChange,
+    over,
+)
+from meshwright.causes.evidence import Evidence
+from meshwright.causes.layouts import axes_of_row
+from meshwright.causes.row_axes import is_meant_for_rows
+from meshwright.causes.wording import spec_text
+from meshwright.jax_private import TracedCall
+from meshwright.jaxpr.primitives import CONSTRAINTS
+from meshwright.jaxpr.values import Axes, Value
+from meshwright.program.collectives import Collective
+from partitioning.plan.rows import PlanRow
+from partitioning.rules import as_tuple, sharding_axes
+
+Key = tuple[int | None, Axes, tuple[object, ...]]
+
+_ALL = 1e15  # comes before all others
+_WHOLE = 1.2  # the weight of the layout that all other parameters of a shape have
+_BATCH = 3.0  # the weight of sharding a batch that every device has
+
+
+def lay_out_parameters(view: FunctionView) -> Iterator[tuple[float, Candidate]]:
+    """Parameters around the exchanges, with the same mesh axes at other dimensions or like peers.
+
+    A parameter that lacks mesh axes gets the layout of the parameters of its shape that have them.
+    """
+    groups = _groups(view)
+    peers = [(rows, _peer_layout(view, rows[0])) for rows in groups]
+    unused = [(rows, peer) for rows, peer in peers if rows[0].path not in view.used]
+    changes = [_change(rows, peer) for rows, peer in unused if peer is not None]
+    if len(changes) > 1:  # averages of all parameters
+        yield _ALL, Candidate(JoinedChange(parts=tuple(changes)), False, _WHOLE)
+    for rows in groups:
+        weight = sum(view.parameters.get(row.path, 0.0) for row in rows)
+        now = axes_of_row(rows[0])
+        peer = _peer_layout(view, rows[0])
+        if peer is not None:
+            yield max(weight, 1.0), Candidate(_change(rows, peer), False, _WHOLE)
+        if not weight or not any(now) or _is_looked_up(view, rows[0]):
+            continue
+        uses = list(view.possible.like_its_uses(rows[0]))
+        held = {axis for axes in now for axis in axes}  # sharding over fewer is another matter
+        fitting = [u.layout for u in uses if held <= {a for axes in u.layout for a in axes}]
+        others = dict.fromkeys([*fitting, *_moved(view, rows[0])])
+        for number, layout in enumerate(others):
+            if view.fits(layout, rows[0].shape) and layout not in (now, peer):
+                yield weight / (1 + 0.1 * number), Candidate(_change(rows, layout), False)
+
+
+def _groups(view: FunctionView) -> list[list[PlanRow]]:
+    """The matrices among the parameters, each with its like in other layers."""
+    groups: dict[tuple[object, ...], list[PlanRow]] = collections.defaultdict(list)
+    for row in view.rows.values():
+        if row.role == 'parameters' and len(row.shape) > 1:
+            groups[re.sub(r'\d+', '', row.path), row.shape, str(row.spec)].append(row)
+    return list(groups.values())
+
+
+def _change(rows: Sequence[PlanRow], layout: Layout) -> LayoutChange:
+    paths = [row.path for row in rows]
+    return LayoutChange(path=paths[0], layout=layout, likewise=tuple(paths[1:]))
+
+
+def _peer_layout(view: FunctionView, row: PlanRow) -> Layout | None:
+    """The layout of the parameters of the same shape that are sharded over more axes, if any."""
+    mine = {axis for axes in axes_of_row(row) for axis in axes}
+    found: collections.Counter[Layout] = collections.Counter()
+    for other in view.rows.values():
+        if other.role == 'parameters' and other.shape == row.shape:
+            layout = axes_of_row(other)
+            if mine < {axis for axes in layout for axis in axes}:
+                found[layout] += 1
+    return found.most_common(1)[0][0] if found else None
+
+
+def _moved(view: FunctionView, row: PlanRow) -> Iterator[Layout]:
+    """Layouts with the same mesh axes at other dimensions; the dimension of layers stays."""
+    now, stacked = axes_of_row(row), _is_scanned(view, row)
+    for layout in rearranged(now):
+        if sorted(layout) == sorted(now) and (not stacked or layout[0] == now[0]):
+            yield layout
+
+
+def _is_looked_up(view: FunctionView, row: PlanRow) -> bool:
+    """Whether the rows of a table are looked up, and are sharded over an axis of tensors."""
+    for value in view.values:
+        if value.primitive == 'gather' and value.operands[0].argument == row.path:
+            dims = [d for d in value.contracted if d is not None and d.argument == row.path]
+            return any({*d.axes} - {*view.rows_axes} for d in dims)
+    return False
+
+
+def _is_scanned(view: FunctionView, row: PlanRow) -> bool:
+    value = next((v for v in view.traced.arguments if v.argument == row.path), None)
+    return value is not None and any(
+        v.argument == row.path and len(v.shape) < len(row.shape)
+        for used in view.values
+        for v in used.operands
+    )
+
+
+def lay_out_state(view: FunctionView) -> Iterator[Candidate]:
+    """Moments like their parameters, results like what they replace, and the batch."""
+    for change in (_moments(view), _results(view)):
+        if change is not None:
+            yield Candidate(change, of_state=True)
+    is_whole = not any(axes_of_row(row)[0] for row in view.batch)
+    for change in _batches(view):  # constraints alone would mend what comes after it
+        yield Candidate(change, weight=_BATCH if is_whole else 1.0)
+
+
+def _moments(view: FunctionView) -> StateChange | None:
+    """Moments like their parameter, or like another moment of it that is divided further.
+
+    A step may keep parameters whole and divide their moments (ZeRO-1).
+    """
+    owners: dict[str, list[PlanRow]] = {}
+    for moment, owner in view.subject.parameter_of.items():
+        owners.setdefault(owner, [view.rows[owner]]).append(view.rows[moment])
+    pairs = list[tuple[PlanRow, PlanRow]]()
+    for alike in owners.values():
+        wanted = max(alike, key=lambda row: _shards(view, row))  # the parameter, if several are
+        pairs += [(r, wanted) for r in alike[1:] if axes_of_row(r) != axes_of_row(wanted)]
+    if not pairs:
+        return None
+    pairs.sort(key=lambda pair: -pair[0].bytes_per_device)
+    (coarse, like), rest = pairs[0], len(pairs) - 1
+    is_parameter = like.path in owners
+    more = f', and {rest} more like their {"parameters" if is_parameter else "twins"}'
+    return StateChange(
+        layouts=tuple((m.path, axes_of_row(o)) for m, o in pairs),
+        results=(),
+        text=(
+            f'lay out {coarse.path} as {spec_text(axes_of_row(like))}, like its '
+            f'{"parameter" if is_parameter else "twin"} {like.path}{more if rest else ""}'
+        ),
+    )
+
+
+def _shards(view: FunctionView, row: PlanRow) -> int:
+    sizes = view.sizes
+    return math.prod(sizes[axis] for axes in axes_of_row(row) for axis in axes)
+
+
+def _results(view: FunctionView) -> StateChange | None:
+    """Results that replace an argument, in the layout of that argument."""
+    call, found = view.subject.call, list[tuple[int, PlanRow]]()
+    for number, aval in enumerate(call.jaxpr.out_avals):
+        row = view.rows.get(view.subject.returned[number])
+        spec = getattr(call.results[number], 'spec', None)
+        if row is None or spec is None or tuple(aval.shape) != tuple(row.shape):
+            continue
+        entries = [*spec, *[None] * (len(row.shape) - len(spec))]
+        held = tuple(map(sharding_axes, entries))
+        if held != axes_of_row(row):
+            found.append((number, row))
+    if not found:
+        return None
+    (number, row), rest = found[0], len(found) - 1
+    more = f', and {rest} more results like the arguments that they replace' if rest else ''
+    return StateChange(
+        layouts=(),
+        results=tuple((n, axes_of_row(r)) for n, r in found),
+        text=(
+            f'return {row.path} as {spec_text(axes_of_row(row))} in out_shardings, like the '
+            f'argument{more}'
+        ),
+    )
+
+
+def _batches(view: FunctionView) -> Iterator[StateChange]:
+    """The rows of the batch over mesh axes that constraints name, or over any."""
+    if not view.batch:
+        return
+    largest = max(view.batch, key=lambda row: math.prod(row.shape))
+    now = axes_of_row(largest)[0]
+    votes = [view.possible.links.axes_of(row.path, 1)[0] for row in view.batch]
+    asked = list(dict.fromkeys(axes for axes in votes if axes and axes != now))
+    if not asked and not now:
+        axes = [a for a, size in view.sizes.items() if size > 1]
+        asked = [(axis,) for axis in axes] + ([tuple(axes)] if len(axes) > 1 else [])
+    same = [r for r in view.batch if r.shape[0] == largest.shape[0]]
+    for wanted in asked:
+        if view.possible.layouts.divides(wanted, largest.shape[0]):
+            layouts = tuple((r.path, (wanted, *_without(r, wanted))) for r in same)
+            paths = ' and '.join(r.path for r in same[:3])
+            text = f'shard the rows of the batch: lay out {paths} as {spec_text(layouts[0][1])}'
+            yield StateChange(layouts=layouts, results=(), text=text)
+
+
+def _without(row: PlanRow, axes: Axes) -> list[Axes]:
+    """The layout of all dimensions but the first, without some mesh axes."""
+    return [tuple(a for a in held if a not in axes) for held in axes_of_row(row)[1:]]
+
+
+def find_missing_rows(view: FunctionView) -> Candidate | None:
+    """The batch laid out over the axes that it lacks; None if it has all, or they do not fit it."""
+    parameters = {path: row for path, row in view.rows.items() if row.role == 'parameters'}
+    if not view.batch or not parameters:
+        return None
+    largest = max(view.batch, key=lambda row: math.prod(row.shape))
+    now = axes_of_row(largest)[0]
+    used = {a for row in parameters.values() for axes in axes_of_row(row) for a in axes}
+    held = {a for row in view.batch for axes in axes_of_row(row) for a in axes}
+    axes = tuple(
+        axis
+        for axis, size in view.sizes.items()
+        if size > 1 and axis in used - held
+        if is_meant_for_rows(axis, view.values, parameters)
+    )
+    wanted = (*now, *axes)
+    if not axes or largest.shape[0] % math.prod(view.sizes[a] for a in wanted):
+        return None
+    same = [r for r in view.batch if r.shape[0] == largest.shape[0] and axes_of_row(r)[0] == now]
+    parts: list[SingleChange] = [_batch(same, wanted, axes), *_constraints(view, now, wanted)]
+    has = {
+        path: {*axes} & {a for own in axes_of_row(r) for a in own} for path, r in view.rows.items()
+    }
+    example = max(parameters.values(), key=lambda row: (bool(has[row.path]), math.prod(row.shape)))
+    why = (
+        f'parameters such as {example.path}, {spec_text(axes_of_row(example))}, are sharded over '
+        f'{over(axes)}, and the {largest.shape[0]:,} rows of {largest.path}, '
+        f'{spec_text(axes_of_row(largest))}, are not: the devices along {over(axes)} compute with '
+        'the same rows, and exchange activations in place of parameters'
+    )
+    change = parts[0] if len(parts) == 1 else JoinedChange(parts=tuple(parts))
+    return Candidate(change, row_axes=axes, array=largest.path, why=why)
+
+
+def _batch(same: list[PlanRow], wanted: Axes, axes: Axes) -> StateChange:
+    layouts = tuple((row.path, (wanted, *axes_of_row(row)[1:])) for row in same)
+    named = ' and '.join(
+        f'{path} as {spec_text(layout)}' for path, layout in dict(layouts[:3]).items()
+    )
+    more = f', and {len(layouts) - 3} more alike' if len(layouts) > 3 else ''
+    text = f'shard the rows of the batch over {over(axes)}, too: lay out {named}{more}'
+    return StateChange(layouts=layouts, results=(), text=text)
+
+
+def _constraints(view: FunctionView, now: Axes, wanted: Axes) -> list[ConstraintChange]:
+    """The constraints that divide the rows as the batch does now, over all axes."""
+    found: dict[tuple[str, tuple[int, ...]], ConstraintChange] = {}
+    for value in view.values:
+        if value.primitive in CONSTRAINTS and not value.backward and _of_rows(value, now):
+            layout = tuple(wanted if axes == now else axes for axes in value.layout or ())
+            found[value.line, value.shape] = ConstraintChange(
+                source=value.line,
+                shape=value.shape,
+                names=(None,) * len(value.shape),
+                layout=layout,
+                replaces=True,
+            )
+    return list(found.values())
+
+
+def _of_rows(value: Value, now: Axes) -> bool:
+    is_state = value.argument or value.gradient_of or value.update_of
+    return bool(now) and not is_state and now in (value.layout or ())
+
+
+def find_gathered_results(view: FunctionView) -> Iterator[Told]:
+    """Finds the gathers of results whose out_shardings lack the mesh axes of the gather."""
+    call, returned = view.subject.call, view.subject.returned
+    groups: dict[tuple[str, str, Axes], list[tuple[int, Key]]] = collections.defaultdict(list)
+    for number, evidence in _gathers(view):
+        stated = spec_text(_axes(call.results[number].spec))
+        key = stated, spec_text(evidence.layout), evidence.axes
+        groups[key].append((number, _key(evidence)))
+    for (stated, wanted, axes), found in groups.items():
+        named = call.result_names[found[0][0]] or f'result {found[0][0]}'
+        others = len({number for number, _ in found}) - 1
+        more = f' and {others} more like it' if others else ''
+        path = returned[found[0][0]]
+        if path in view.rows and spec_text(axes_of_row(view.rows[path])) == wanted:
+            continue  # it is returned unlike the argument, which is a change of its own
+        text = f'write {wanted} for {named}{more} in out_shardings'
+        if path:
+            text = f'lay out {path}{more} as {wanted}, as an argument and in out_shardings'
+        keys = frozenset(key for _, key in found)
+        yield Told(
+            match=Match(axes=axes, also=functools.partial(_is_among, keys)),
+            is_avoidable=False,  # the caller may need all of it on each device
+            array=path or named,
+            why=(
+                f'out_shardings lay out {named}{more} as {stated}, and it is computed as {wanted}, '
+                f'so all devices along {over(axes)} get all of it'
+            ),
+            change=CodeChange(source='', text=text),
+        )
+
+
+def _is_among(keys: frozenset[Key], _: Collective, evidence: Evidence | None) -> bool:
+    return evidence is not None and _key(evidence) in keys
+
+
+def _gathers(view: FunctionView) -> Iterator[tuple[int, Evidence]]:
+    """The gathers of results: the number of the result, and what they move.
+
+    A gather of an array like another one, such as of a loop that returns keys and values, may have
+    lost its result on the way: it is then of a result of the same type and layout.
+    """
+    call = view.subject.call
+    known: dict[tuple[object, ...], int] = {}
+    taken = set[int]()
+    for _, evidence in view.exchanges:
+        number = None if evidence is None else evidence.result
+        if evidence is not None and number is not None and _is_gathered(evidence, call):
+            known.setdefault(_key(evidence)[1:], number)
+            taken.add(number)
+            yield number, evidence
+    types = [(a.shape, a.dtype, s) for a, s in zip(call.jaxpr.out_avals, call.results, strict=True)]
+    for _, evidence in view.exchanges:
+        if evidence is None or evidence.result is not None or evidence.kind != 'all-gather':
+            continue
+        like = known.get(_key(evidence)[1:])
+        others = [n for n, one in enumerate(types) if like is not None and one == types[like]]
+        if left := [n for n in others if n not in taken]:
+            taken.add(left[0])
+            yield left[0], evidence
+
+
+def _is_gathered(evidence: Evidence, call: TracedCall) -> bool:
+    value, number = evidence.value, evidence.result
+    if evidence.kind != 'all-gather' or number is None or number >= len(call.results):
+        return False
+    if value is None or value.argument or value.gradient_of or value.update_of:
+        return False
+    stated = call.results[number]
+    if not isinstance(stated, NamedSharding) or not any(evidence.layout):
+        return False
+    shape = call.jaxpr.out_avals[number].shape
+    used = {a for axes in _axes(stated.spec) for a in axes}
+    return value.shape == shape and not used & {*evidence.axes}
+
+
+def _axes(spec: Any) -> list[Axes]:
+    return [as_tuple(own) for own in spec]
+
+
+def _key(evidence: Evidence) -> Key:
+    value = evidence.value
+    array = None if value is None else value.shape, evidence.layout, evidence.made_at
+    return evidence.result, evidence.axes, array
