@@ -23,6 +23,7 @@ from meshwright.jaxpr import TracedProgram
 from meshwright.jaxpr.implied_exchanges import KINDS
 from meshwright.jaxpr.primitives import CONSTRAINTS
 from meshwright.jaxpr.values import Axes, Dims, Step, Value, readers_of, steps_in, ties
+from meshwright.jaxpr.varying import Varying
 from meshwright.program.collectives import Collective
 from meshwright.user_lines import user_line
 from partitioning.hardware import Chip
@@ -112,6 +113,25 @@ class FunctionView:
     def readers(self) -> dict[int, list[Step]]:
         """The steps that read each value, by its id."""
         return readers_of(self.steps)
+
+    @functools.cached_property
+    def _by_equation(self) -> dict[int, list[Value]]:
+        """The values of the trace that each equation makes, by its id."""
+        found: dict[int, list[Value]] = collections.defaultdict(list)
+        for value in self.values:
+            found[id(value.place.equation)].append(value)
+        return found
+
+    def traced_value(self, value: Value) -> Value | None:
+        """The value of the trace, with its names, that a laid-out array is."""
+        step = self.makers.get(id(value))
+        made = [] if step is None else self._by_equation.get(id(step.place.equation), [])
+        return next((one for one in made if one.shape == value.shape), None)
+
+    @functools.cached_property
+    def varying(self) -> Varying:
+        """Along which axes the devices of shard_maps have different arrays."""
+        return Varying(self.laid_out.block)
 
     def before_exchange(self, value: Value) -> Value:
         """The array before the exchanges that its layout implies."""

@@ -28,10 +28,10 @@ import jax.numpy as jnp
 
 from meshwright.advice.candidates import SUMS, Candidate, Match, Told
 from meshwright.advice.figures import shape_of
-from meshwright.advice.function_view import FunctionView
+from meshwright.advice.function_view import FunctionView, make_constraint
 from meshwright.advice.rewriting import Rewriting, rewrite
 from meshwright.advice.subject import Layout
-from meshwright.causes.cause import CodeChange, StateChange, over
+from meshwright.causes.cause import CodeChange, ConstraintChange, StateChange, over
 from meshwright.causes.layouts import axes_of_row
 from meshwright.causes.wording import spec_text
 from meshwright.jax_private import TracedCall
@@ -48,31 +48,62 @@ _MORE_FLOPS = 1.05
 
 
 def shard_batches(view: FunctionView) -> Iterator[Candidate]:
-    """Arguments like caches, with the axes of a summed dimension at one that products only map."""
-    seen = set[tuple[str, Layout]]()
+    """The axes of a summed dimension at one that products only map, for what they are given.
+
+    It is the argument that an operand is, such as a cache, or else a constraint on the operand.
+    """
+    seen = set[object]()
     for step in view.steps:
         if step.name != 'dot_general' or step.place.is_backward:
             continue
         summed, batch = step.params['dimension_numbers']
         for value, sums, stacked in zip(step.inputs[:2], summed, batch, strict=True):
             row, ahead = view.argument_of(value, _alike)
-            if row is None or row.role != 'other' or value.manual:
+            if value.manual:
                 continue
-            if len(row.shape) != len(value.shape) + ahead:
-                continue
-            now = axes_of_row(row)
-            for c in (d + ahead for d in sums):
-                n = math.prod(view.sizes.get(a, 1) for a in now[c])
+            if row is None or row.role != 'other':
+                layout = _to_batch(view, value.shape, value.axes, sums, stacked)
+                change = None if layout is None else _constrain(view, value, layout)
+                if change is not None and not seen & {change, (change.source, change.shape)}:
+                    seen |= {change, (change.source, change.shape)}
+                    yield Candidate(change)
+            elif len(row.shape) == len(value.shape) + ahead:
                 dims = [d + ahead for d in stacked if d + ahead > 0]
-                fits = [d for d in dims if not now[d] and row.shape[d] % n == 0]
-                if n == 1 or not fits:
-                    continue
-                best = fits[-1]  # the rows of the batch come first
-                new = list(now)
-                new[best], new[c] = now[c], ()
-                if (row.path, tuple(new)) not in seen:
-                    seen.add((row.path, tuple(new)))
-                    yield Candidate(_change(view, row, tuple(new)), of_state=True)
+                layout = _to_batch(
+                    view, row.shape, axes_of_row(row), [d + ahead for d in sums], dims
+                )
+                if layout is not None and (row.path, layout) not in seen:
+                    seen.add((row.path, layout))
+                    yield Candidate(_change(view, row, layout), of_state=True)
+
+
+def _to_batch(
+    view: FunctionView,
+    shape: Sequence[int],
+    axes: Sequence[Axes | None],
+    sums: Sequence[int],
+    batch: Sequence[int],
+) -> Layout | None:
+    """A layout with the axes of a summed dimension at a free batch dimension, the last that fits.
+
+    The rows of the batch come first.
+    """
+    new = [own or () for own in axes]
+    for c in sums:
+        n = math.prod(view.sizes.get(a, 1) for a in new[c])
+        fits = [d for d in batch if not new[d] and shape[d] % n == 0]
+        if n > 1 and fits:
+            new[fits[-1]], new[c] = new[c], ()
+            return tuple(new)
+    return None
+
+
+def _constrain(view: FunctionView, value: Value, layout: Layout) -> ConstraintChange | None:
+    """A constraint on the operand of a product, at the line that makes it."""
+    made = view.traced_value(view.before_exchange(value))
+    if made is None or made.shape != value.shape or not made.line:
+        return None
+    return None if made.layout is not None else make_constraint(made, layout)
 
 
 def _alike(step: Step, value: Value) -> Value | None:

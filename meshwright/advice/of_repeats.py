@@ -26,7 +26,6 @@ from meshwright.causes.cause import CodeChange, Effect, over
 from meshwright.jaxpr.implied_exchanges import KINDS, exchange_axes
 from meshwright.jaxpr.primitives import ELEMENTWISE, GATHERS, MOVES, PSUMS, names_in
 from meshwright.jaxpr.values import Block, Step, Value, carries, ties
-from meshwright.jaxpr.varying import Varying
 from meshwright.program.collectives import RING_SHARES
 from partitioning.amounts import bytes_str
 
@@ -207,7 +206,7 @@ class _Search:
                     continue
                 first = self._summed_before(value, {*exchange_axes(step)})
                 # What jax sums in a backward pass is only needless without check_vma=False.
-                is_same = not {*exchange_axes(step)} & self.varying.axes_of(value)
+                is_same = not {*exchange_axes(step)} & self.view.varying.axes_of(value)
                 if first is not None or (is_same and not step.place.is_backward):
                     yield self._needless(step, number, first, times)
 
@@ -233,11 +232,6 @@ class _Search:
             text=text,
             edit=NeedlessSum(step.place.equation, step.params.get('number', number)),
         )
-
-    @functools.cached_property
-    def varying(self) -> Varying:
-        """Along which axes the devices have different arrays."""
-        return Varying(self.view.laid_out.block)
 
     def _summed_before(self, value: Value, axes: set[str]) -> Step | None:
         """The sum over some mesh axes that a value is a copy or a multiple of, or None."""

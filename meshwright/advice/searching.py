@@ -30,7 +30,7 @@ from meshwright.advice.of_arguments import (
     lay_out_state,
 )
 from meshwright.advice.of_arrays import find_flattened, find_permuted_rows, find_uneven
-from meshwright.advice.of_collectives import find_kept_parts
+from meshwright.advice.of_collectives import find_early_sums, find_kept_parts
 from meshwright.advice.of_constraints import (
     add_constraints,
     find_pins,
@@ -84,6 +84,7 @@ _TOLD: tuple[Callable[[FunctionView], Iterator[Told]], ...] = (
     find_missing_specs,
     find_merged_factors,
     find_kept_parts,
+    find_early_sums,
     find_repeated,
     find_loop_gathers,
     find_flattened,
