@@ -17,7 +17,7 @@ from meshwright.jax_private import TracedCall
 _TOLD = 3  # changes that only the author can write and that are compiled
 # A change that sends or holds so little is told, although it holds a little more, or sends more.
 _MUCH_LESS, _LITTLE_MORE, _HELD_LESS = 0.8, 1.2, 0.9
-_EXPERTS = 2  # layouts of experts that are compiled although they do not help by formula
+_EXPERTS = 3  # layouts of experts that are compiled although they do not help by formula
 
 
 def compile_variants(
@@ -62,7 +62,9 @@ def compile_variants(
         if after is not None and after.is_better(before):
             effect = _effect(before, after)
             kept.append(dataclasses.replace(variant, compiled=effect, gone=after.gone(before)))
-            if until_first:
+            more = variants[number + 1 : number + 2]
+            is_expert = variant.candidate in advised.experts
+            if until_first and not (is_expert and more and more[0].candidate in advised.experts):
                 kept += [v for v in advised.variants[number + 1 :] if v.helps]
                 break
     kept.sort(key=lambda v: (v.compiled is None, -_saved(v)))

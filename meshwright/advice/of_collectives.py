@@ -302,8 +302,6 @@ class _Reduced:
             return True
         if step.name in ('add', 'sub', 'add_any'):
             return not others
-        return (
-            (step.name in ('mul', 'dot_general')
-            and len(others) == 1)
-            or (step.name == 'div' and id(step.inputs[1]) not in self._seen)
+        return (step.name in ('mul', 'dot_general') and len(others) == 1) or (
+            step.name == 'div' and id(step.inputs[1]) not in self._seen
         )

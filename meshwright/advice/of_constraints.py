@@ -198,7 +198,10 @@ def _source(change: Change) -> str:
 
 
 def lay_out_experts(view: FunctionView) -> Iterator[Candidate]:
-    """All constraints of one shape, with the experts over the axis of their kernels."""
+    """Constraints of one shape, with the experts over the axis of their kernels: each, and all.
+
+    What goes into the experts may need another layout than what comes out of them.
+    """
     groups: dict[tuple[tuple[int, ...], object], list[Value]] = collections.defaultdict(list)
     for _, value in view.constraints():
         groups[value.shape, value.layout].append(value)
@@ -216,8 +219,16 @@ def lay_out_experts(view: FunctionView) -> Iterator[Candidate]:
         layout[number] = axes
         if view.fits(tuple(layout), shape):
             parts = [make_constraint(one, tuple(layout), replaces=True) for one in group]
-            whole = parts[0] if len(parts) == 1 else JoinedChange(parts=tuple(parts))
-            yield Candidate(whole)
+            into = [p for p, one in zip(parts, group, strict=True) if _goes_into(view, one)]
+            yield from map(Candidate, into if len(parts) > 1 else parts)
+            if len(parts) > 1:
+                yield Candidate(JoinedChange(parts=tuple(parts)))
+
+
+def _goes_into(view: FunctionView, value: Value) -> bool:
+    """Whether a product with a parameter takes a value."""
+    products = view.possible.graph.products_of(value)
+    return any(o.argument in view.rows for one in products for o in one.operands)
 
 
 def _stacks(view: FunctionView) -> Iterator[tuple[int, Axes]]:

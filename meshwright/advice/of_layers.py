@@ -34,8 +34,9 @@ from meshwright.causes.evidence import Evidence
 from meshwright.causes.layouts import axes_of_row
 from meshwright.causes.wording import spec_text
 from meshwright.jax_private import TracedCall
+from meshwright.jaxpr.implied_exchanges import KINDS
 from meshwright.jaxpr.naming import name_values
-from meshwright.jaxpr.primitives import CONSTRAINTS, ELEMENTWISE
+from meshwright.jaxpr.primitives import CONSTRAINTS, ELEMENTWISE, names_in
 from meshwright.jaxpr.values import Axes, Block, Step, Value, carries, ties
 from meshwright.jaxpr.writing_out import write_out
 from meshwright.program.collectives import Collective
@@ -45,6 +46,8 @@ from partitioning.rules import from_tuple, sharding_axes
 
 _SHARE = 0.25  # of the peak, which the gathered arrays may hold more
 _MUCH = 0.02  # the share of what a device sends that it has to save
+# What cuts a layer, or gives it another shape.
+_CUTS = names_in('slice reshape squeeze expand_dims optimization_barrier device_put')
 _NAMED = 3  # stacks that a message names
 
 Group = Sequence[tuple[Collective, Evidence]]
@@ -158,7 +161,7 @@ def find_scanned_stacks(view: FunctionView) -> Iterator[Told]:
         for tie in ties(step):
             if not tie.stacked or tie.output or tie.outer.manual:
                 continue
-            row, _ = view.argument_of(tie.outer, _cast, into_loops=False)
+            row, _ = view.argument_of(tie.outer, _copied, into_loops=False)
             layout = None if row is None else _moved(row, view.sizes)
             if row is not None and layout is not None and row.bytes_per_device >= LEAST:
                 found[row.path] = row, layout
@@ -166,9 +169,16 @@ def find_scanned_stacks(view: FunctionView) -> Iterator[Told]:
             yield _shard_layers(view, step, found)
 
 
-def _cast(step: Step, value: Value) -> Value | None:
-    """What a value is cast from."""
-    return step.inputs[0] if step.name in ELEMENTWISE and len(step.inputs) == 1 else None
+def _copied(step: Step, value: Value) -> Value | None:
+    """What a value is a copy of, with the same layers: cast, scaled, moved or cut within layers."""
+    given = [one for one in step.inputs if one.shape]
+    if len(given) != 1 or given[0].shape[:1] != value.shape[:1]:
+        return None
+    if step.name in ELEMENTWISE | KINDS.keys():
+        return given[0]
+    if step.name == 'transpose':
+        return given[0] if step.params['permutation'][0] == 0 else None
+    return given[0] if step.name in _CUTS else None
 
 
 def _moved(row: PlanRow, sizes: Mapping[str, int]) -> Layout | None:
@@ -205,7 +215,6 @@ def _shard_layers(
     return Told(
         match=Match(axes=axes, kinds=GATHERS, paths=frozenset(layouts)),
         is_avoidable=False,  # another layout gathers as many bytes, layer by layer
-        line=line,
         array=row.path,
         why=(
             f'the scan at {line} goes over dimension 0 of {row.path}{more}, {row.shape} as '
@@ -214,7 +223,7 @@ def _shard_layers(
             f'{bytes_str(n * sum(r.bytes_per_device for r, _ in ordered))} in all'
         ),
         change=CodeChange(
-            source=line,
+            source='',
             text=(
                 f'shard another dimension than the one that the scan at {line} goes over: lay out '
                 f'{row.path} as {spec_text(layout)}{others if rest else ""}'

@@ -33,11 +33,11 @@ def find_whole_arrays(facts: ProgramFacts) -> Iterator[Finding]:
         sharded = [j for j in facts.weights if _has(facts.axes[j], axis)]
         if not sharded:
             continue
-        least = min(map(facts.nbytes, sharded))
+        least = min(map(facts.layer_bytes, sharded))
         found: dict[str, list[int]] = collections.defaultdict(list)
         layouts = dict[int, tuple[Axes, ...]]()
         for i in facts.weights:
-            if _has(facts.axes[i], axis) or facts.nbytes(i) < max(least, _LEAST):
+            if _has(facts.axes[i], axis) or facts.layer_bytes(i) < max(least, _LEAST):
                 continue
             if i in like_others or _is_divided(facts, i, axis):
                 continue

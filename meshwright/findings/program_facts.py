@@ -19,7 +19,7 @@ from meshwright.findings.forward_layouts import ForwardLayouts
 from meshwright.jax_private import TracedCall
 from meshwright.jaxpr.linked_dimensions import LinkedDimensions
 from meshwright.jaxpr.naming import name_values
-from meshwright.jaxpr.values import TO_GLOBAL, TO_LOCAL, Axes, Block, Step, steps_in
+from meshwright.jaxpr.values import TO_GLOBAL, TO_LOCAL, Axes, Block, Step, steps_in, ties
 from meshwright.jaxpr.writing_out import spec_axes, write_out
 from partitioning.rules import MeshLike, axis_sizes
 
@@ -209,6 +209,20 @@ class ProgramFacts:
     def nbytes(self, i: int) -> int:
         """The size of a whole argument in bytes."""
         return self.block.inputs[i].nbytes
+
+    @functools.cached_property
+    def _layers(self) -> dict[str, int]:
+        """The number of layers in each argument that a loop takes apart, by its path."""
+        found = dict[str, int]()
+        for step in self.steps:
+            for tie in ties(step) if step.bodies else ():
+                if tie.stacked and not tie.output and tie.outer.argument:
+                    found[tie.outer.argument] = tie.outer.shape[0]
+        return found
+
+    def layer_bytes(self, i: int) -> float:
+        """The size of a whole argument in bytes, or of a layer of it if a loop goes over layers."""
+        return self.nbytes(i) / self._layers.get(self.path(i), 1)
 
     def shards(self, axes: Sequence[Axes]) -> int:
         """The number of parts into which a layout divides an array."""

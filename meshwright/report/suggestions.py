@@ -6,8 +6,8 @@ A program whose attention sums over the wrong dimension, and that donates nothin
     model.py:40: train_step returns a new params and keeps the old, ...
 
 Devices that compute the same come first, because every exchange around them follows from it. Then
-come the changes that are known to save much of what a device sends, then layouts that waste memory,
-and at the end what concerns the call.
+come the changes that are known to save much, by the forecast time that they save, the bytes, and
+the peak; then layouts that waste memory, and at the end what concerns the call.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import dataclasses
 from collections.abc import Iterator
 
 from meshwright.causes import Cause
-from meshwright.causes.cause import ASKED, JoinedChange, LayoutChange, StateChange
+from meshwright.causes.cause import ASKED, CodeChange, JoinedChange, LayoutChange, StateChange
 from meshwright.report.forecasts import Forecast, ForecastFinding
 from meshwright.report.tried import tried_text
 from partitioning.amounts import bytes_str, share_str
 
 SUGGESTED = 3  # so many are shown
-_MUCH = 0.02  # the share of what a device sends
+_MUCH = 0.02  # the share of the time or of what a device sends
+_MUCH_MEMORY = 0.1  # the share of the peak
 _ALIKE = ('whole shard_map', 'whole batch')  # devices compute the same
 _IN_SHARD_MAP = 'in the shard_map at '  # how the changes of specs begin
 _OF_CALLS = ('changed layout', 'changed type', 'weak type', 'not donated', 'callback', 'transfer')
@@ -37,12 +38,26 @@ class Suggestion:
     Attributes:
       where: the 'file:line' of the user's code, or the path of an argument.
       text: what to write, and what that is known to do.
-      saved: the share of the bytes that a device sends which it saves; 0.0 if that is not known.
+      faster: the share of the forecast time that it saves; 0.0 if that is not known.
+      saved: the share of the bytes that a device sends which it saves.
+      smaller: the share of the peak that it saves.
     """
 
     where: str
     text: str
+    faster: float = 0.0
     saved: float = 0.0
+    smaller: float = 0.0
+
+    @property
+    def gains(self) -> tuple[float, float, float]:
+        """What counts first in the order of the changes: per cents of the time, then the rest."""
+        return round(self.faster, 2), self.saved, self.smaller
+
+    @property
+    def is_much(self) -> bool:
+        """Whether it is known to save much."""
+        return max(self.faster, self.saved) >= _MUCH or self.smaller >= _MUCH_MEMORY
 
     def __str__(self) -> str:
         return f'{self.where}: {self.text}' if self.where else self.text
@@ -51,7 +66,7 @@ class Suggestion:
 def list_suggestions(forecast: Forecast) -> tuple[Suggestion, ...]:
     """The changes and findings of a forecast, the one to begin with first."""
     ranked = [*_of_exchanges(forecast), *_of_findings(forecast)]
-    ranked.sort(key=lambda pair: (pair[0], -pair[1].saved))
+    ranked.sort(key=lambda pair: (pair[0], [-gain for gain in pair[1].gains]))
     found, places = list[Suggestion](), set[str]()
     for _, one in ranked:  # a place that needs another change may be right after the first one
         if one.where not in places or not one.where:
@@ -95,21 +110,40 @@ def _of_exchanges(forecast: Forecast) -> Iterator[tuple[int, Suggestion]]:
         if cause is not None and cause.change:
             bytes_of[cause.change] += collective.total_bytes
             causes.setdefault(cause.change, cause)
+    exposed = _exposed(forecast)
     for change, cause in causes.items():
-        saved = _UNKNOWN * bytes_of[change] / total
+        saved, smaller, seconds = _UNKNOWN * bytes_of[change] / total, 0.0, None
         if cause.effect is not None:
-            sent, sends = cause.effect.sent
-            saved = (sent - sends) / sent if sent else 0.0
+            saved, smaller = _share(cause.effect.sent), _share(cause.effect.peak)
+            seconds = cause.effect.seconds
         text = f'{change} ({tried_text(cause)})'
         where = cause.array if _is_of_arguments(cause) else cause.source or cause.array
-        yield 1 if saved >= _MUCH else 3, Suggestion(where=where, text=text, saved=saved)
+        faster = _share(seconds) if seconds is not None else exposed * saved
+        one = Suggestion(where=where, text=text, faster=faster, saved=saved, smaller=smaller)
+        yield 1 if one.is_much else 3, one
+
+
+def _share(figures: tuple[float, float]) -> float:
+    """The share of a figure that a change saves, from the figure before and after."""
+    before, after = figures
+    return (before - after) / before if before else 0.0
+
+
+def _exposed(forecast: Forecast) -> float:
+    """The share of the time in which a device only exchanges data; 1.0 if it is not known."""
+    if forecast.time is None or not forecast.time.seconds:
+        return 1.0
+    exchanging = sum(part.exposed for part in forecast.time.parts if ' over ' in part.name)
+    return exchanging / forecast.time.seconds
 
 
 def _is_of_arguments(cause: Cause) -> bool:
     """Whether the change of a cause lays out arguments, whose path says more than a line."""
     first = cause.all_changes[0] if cause.all_changes else None
     first = first.parts[0] if isinstance(first, JoinedChange) else first
-    return isinstance(first, StateChange | LayoutChange) and bool(cause.array)
+    of_layouts = isinstance(first, StateChange | LayoutChange)
+    of_layouts |= isinstance(first, CodeChange) and not first.source
+    return of_layouts and bool(cause.array)
 
 
 def _of_findings(forecast: Forecast) -> Iterator[tuple[int, Suggestion]]:
