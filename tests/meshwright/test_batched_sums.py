@@ -1,10 +1,15 @@
-"""A cache that is sharded along what a product sums over is told to be sharded along its heads."""
+"""What a product sums over is sharded, and a dimension that it only maps could be: it is told.
+
+A cache is sharded along its heads in place of their size, and matrices by layers in an optimizer.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from plain_steps import line_of
 
 from meshwright import forecast
 
@@ -44,3 +49,46 @@ def test_the_heads_are_sharded_in_place_of_their_size():
 def test_heads_that_the_devices_do_not_divide():
     made = ask(2, 'data', None, None, 'model')
     assert not [text for text in changes(made) if 'lay out cache/keys' in text]
+
+
+def orthogonalize(g, lay=lambda x: x):
+    """Three iterations on the matrices of all layers, as in Muon."""
+    norm = jnp.linalg.norm(g, axis=(-2, -1), keepdims=True)
+    x = lay(g / (norm + 1e-7))
+    for _ in range(3):
+        x = 2 * x - jnp.einsum('lij,lkj,lkm->lim', x, x, x)
+    return x
+
+
+def ask_optimizer(layers, *, by_layers=False):
+    """An optimizer of matrices (layers, 64, 256), whose columns are sharded over 8 devices."""
+    mesh = Mesh(np.array(jax.devices()), ('fsdp',))
+
+    def lay(x):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P('fsdp')))
+
+    def step(params, m, batch):
+        loss = lambda p: jnp.mean(jnp.tanh(jnp.einsum('bi,lij->lbj', batch, p)) ** 2)
+        m = 0.9 * m + jax.grad(loss)(params)
+        return params - orthogonalize(m, lay if by_layers else lambda x: x), m
+
+    columns = NamedSharding(mesh, P(None, None, 'fsdp'))
+    p = jax.ShapeDtypeStruct((layers, 64, 256), 'float32', sharding=columns)
+    batch = jax.ShapeDtypeStruct((64, 64), 'float32', sharding=NamedSharding(mesh, P('fsdp')))
+    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(columns, columns))
+    return forecast(jitted, p, p, batch, confirm=True)
+
+
+def test_matrices_of_an_optimizer_are_laid_out_by_layers():
+    """The change is the constraint of the mended program, with its figures."""
+    made, mended = ask_optimizer(16), ask_optimizer(16, by_layers=True)
+    cause = next(cause for _, cause in made.collectives if cause is not None and cause.change)
+    assert "with_sharding_constraint(x, PartitionSpec('fsdp', None, None))" in cause.change
+    assert line_of(orthogonalize, 'x = lay(g /') in cause.change and cause.confirmed
+    totals = [sum(c.total_bytes for c, _ in one.collectives) for one in (made, mended)]
+    assert cause.effect.sent == (totals[0], pytest.approx(totals[1], rel=0.01))
+    assert not changes(mended)
+
+
+def test_layers_that_the_devices_do_not_divide():
+    assert not changes(ask_optimizer(12))

@@ -170,6 +170,31 @@ def test_experts_have_no_findings():
     assert not mw.lint(train_step, params, tokens, compile=False)
 
 
+def test_an_output_layer_that_is_whole_next_to_stacks_of_layers():
+    """A layer of the stack is smaller than the output layer, all 32 layers are larger."""
+    mesh = mesh_of(fsdp=8)
+
+    def train_step(params, tokens):
+        def loss(params):
+            x = params['head'][tokens]
+            x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params['layers'])
+            return ((x @ params['head'].T) ** 2).mean()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    def struct(shape, *spec, dtype='float32'):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    def lint(head):
+        params = {'layers': struct((32, 64, 64), None, 'fsdp'), 'head': struct((512, 64), *head)}
+        tokens = struct((16, 16), 'fsdp', dtype='int32')
+        return mw.lint(jax.jit(train_step, donate_argnums=0), params, tokens, compile=False)
+
+    (finding,) = lint(())
+    assert (finding.kind, finding.where) == ('whole array', 'params/head')
+    assert not lint(('fsdp',))
+
+
 KEY_CUT = dict.fromkeys(('query', 'key', 'value'), P('model'))
 FAULTS = {
     'rows whole along an axis': (

@@ -94,6 +94,69 @@ def an_average_of_what_is_equal(fault):
     return jax.jit(step, donate_argnums=(0, 1)), w, w, struct(mesh, (ROWS, D), 'data')
 
 
+def outputs_of_the_last_stage(fault):
+    """All devices get the outputs that the last one has, to compute a loss from them."""
+    mesh = make_mesh(stage=8)
+
+    def loss(w, x, y):
+        stage = jax.lax.axis_index('stage')
+        last = lambda x: jax.lax.psum(jnp.where(stage == 7, x, 0.0), 'stage')
+        out = jnp.tanh(x @ w[0])
+        if fault:
+            return jnp.mean((last(out) - y) ** 2)
+        return last(jnp.mean((out - y) ** 2))
+
+    about = {'in_specs': (P('stage'), P(), P()), 'out_specs': P()}
+    fn = jax.jit(jax.shard_map(loss, mesh=mesh, **about))
+    return fn, struct(mesh, (8, D, F), 'stage'), struct(mesh, (ROWS, D)), struct(mesh, (ROWS, F))
+
+
+def a_weighted_sum_of_what_is_summed(fault):
+    """A product is summed over the devices, and then multiplied with the same on each of them."""
+    mesh = make_mesh(model=8)
+
+    def scores(x, w, v):
+        h = x @ w
+        h = jax.lax.psum(h, 'model') if fault else h
+        s = 2.0 * (h @ v)
+        return s if fault else jax.lax.psum(s, 'model')
+
+    about = {'in_specs': (P(None, 'model'), P('model'), P()), 'out_specs': P()}
+    fn = jax.jit(jax.shard_map(scores, mesh=mesh, **about))
+    args = struct(mesh, (ROWS, D), None, 'model'), struct(mesh, (D, F), 'model')
+    return fn, *args, struct(mesh, (F, 1))
+
+
+EARLY = {
+    outputs_of_the_last_stage: 'jax.lax.psum(jnp.where(stage == 7',
+    a_weighted_sum_of_what_is_summed: "jax.lax.psum(h, 'model')",
+}
+
+
+@pytest.mark.parametrize('make', EARLY, ids=lambda make: make.__name__)
+def test_a_sum_that_could_be_made_of_what_is_computed_from_it(make):
+    made, mended = forecast(*make(True)), forecast(*make(False))
+    cause = next(cause for _, cause in made.collectives if cause is not None and cause.change)
+    assert cause.source.endswith(line_of(make, EARLY[make])) and cause.avoidable
+    assert cause.change.startswith('leave out the psum over') and cause.confirmed is None
+    before, after = cause.effect.sent
+    assert before == sent(made) and after == pytest.approx(sent(mended), abs=1e-2 * before)
+    assert not any(cause and cause.change for _, cause in mended.collectives)
+
+
+def test_a_sum_whose_square_is_needed_is_left_where_it_is():
+    """Without a mask, only linear functions can be computed before a sum."""
+    mesh = make_mesh(model=8)
+    about = {'in_specs': (P(None, 'model'), P('model')), 'out_specs': P()}
+    loss = jax.shard_map(
+        lambda x, w: jnp.mean(jax.lax.psum(x @ w, 'model') ** 2), mesh=mesh, **about
+    )
+    args = struct(mesh, (ROWS, D), None, 'model'), struct(mesh, (D, F), 'model')
+    assert not any(
+        cause and cause.change for _, cause in forecast(jax.jit(loss), *args).collectives
+    )
+
+
 FAULTS = {
     rows_that_lack_their_axis: ('jax.shard_map(gradients', "write P('data', None) in in_specs for"),
     a_loop_over_automatic_axes: ("jax.lax.psum(a, 'data')", 'write it once for the total after'),
