@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-
 from plain_steps import line_of
 
 from meshwright import forecast
@@ -68,7 +67,9 @@ def ask_optimizer(layers, *, by_layers=False):
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P('fsdp')))
 
     def step(params, m, batch):
-        loss = lambda p: jnp.mean(jnp.tanh(jnp.einsum('bi,lij->lbj', batch, p)) ** 2)
+        def loss(p):
+            return jnp.mean(jnp.tanh(jnp.einsum('bi,lij->lbj', batch, p)) ** 2)
+
         m = 0.9 * m + jax.grad(loss)(params)
         return params - orthogonalize(m, lay if by_layers else lambda x: x), m
 
