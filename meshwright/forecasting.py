@@ -1,4 +1,4 @@
-"""Forecasts what a jitted function needs on a machine that need not be available."""
+"""Forecasts the memory, exchanges and time of a jitted function on any machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains any objective: connects a partitioner, data, an optimizer and checkpoints.
+"""Trains your model, with your loss, data and optimizer, on any mesh.
 
 Usage:
   from train import TrainConfig, train

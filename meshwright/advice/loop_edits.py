@@ -1,4 +1,4 @@
-"""Edits of exchanges in loops, and of sums of what is the same on all devices.
+"""Moves exchanges out of loops, and replaces sums of arrays that are equal on all devices.
 
 A gather of the same array in all iterations of a loop is made before it. Sums that the iterations
 add up are made once after it. The sum of equal arrays is a multiple of the array.

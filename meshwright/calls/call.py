@@ -1,4 +1,4 @@
-"""A function with the arguments of one call: what a forecast is made of."""
+"""A function with the arguments of one call, from which a forecast is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program of Keras knows of itself: the paths of its variables, and its layout map.
+"""Reads the paths of variables and the layout map of a Keras program.
 
 Nothing is imported from Keras here: a program that uses it has loaded it.
 """

@@ -1,4 +1,4 @@
-"""What the arguments of a plain function are for, by their names and by what is done with them.
+"""Finds which arguments of a plain function are parameters, optimizer state or a batch.
 
 For `step(p, o, x)`, whose `p` is multiplied with rows of `x` and returned, and whose `o` has arrays
 of the same shapes, which are only added and scaled element by element:

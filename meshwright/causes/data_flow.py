@@ -1,4 +1,4 @@
-"""Where the data of an instruction comes from, and what uses it, across fusions and loops."""
+"""Follows the data of an instruction to its sources and its uses, through fusions and loops."""
 
 from __future__ import annotations
 

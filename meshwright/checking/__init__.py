@@ -1,8 +1,8 @@
-"""`meshwright check`: the golden records of a repository, compared with its present programs.
+"""Implements `meshwright check`, which compares the programs of a repository with golden records.
 
-`settings` reads what pyproject.toml declares, `worker` makes the record of one program in a process
-of its own, `processes` starts these, `owned_by_tests` asks pytest for the goldens of tests, and
-`drawing`, `markdown` and `document` show the answer. `pull_request` comments it. `history` compares
-each commit of a range with the one before; `commits` has what git knows, and `opened` which files a
+`settings` reads what pyproject.toml declares. `processes` starts a process for each program, and
+`worker` makes its record there. `owned_by_tests` asks pytest for the goldens of tests. `drawing`,
+`markdown` and `document` show the answer, and `pull_request` posts it as a comment. `history`
+compares each commit with the commit before. `commits` asks git, and `opened` lists the files that a
 program reads.
 """

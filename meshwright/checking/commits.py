@@ -1,4 +1,4 @@
-"""The commits of a repository: which there are, what they change, and their files in a folder."""
+"""Lists the commits of a repository and their changes, and writes their files to a folder."""
 
 from __future__ import annotations
 

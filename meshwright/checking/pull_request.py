@@ -1,4 +1,4 @@
-"""Comments what changed on a pull request, once: `python -m meshwright.checking.pull_request FILE`.
+"""Writes one comment to a pull request: `python -m meshwright.checking.pull_request FILE`.
 
 The comment begins with a hidden marker, by which the next run finds and updates it. Without
 differences, no comment is made; one that is there is updated. The address of the service, the

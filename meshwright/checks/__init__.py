@@ -1,1 +1,1 @@
-"""What tests assert of a function: exchanges, memory, and golden files of forecasts and layouts."""
+"""Assertions for tests: what a function exchanges, the memory that it needs, and golden files."""

@@ -2,7 +2,7 @@
 
 `machine` has the devices. `stand_in` has the arrays on them, which have no values. `compiling`
 compiles what the script calls, and records it. `imitating` answers what the script asks jax about
-devices, processes and placement. `stores` refuses what would be written, also by the libraries in
-`libraries`. `ending` decides when a run ends, and `lines` what cannot be imitated. `script` runs
-the script.
+devices, processes and placement. `stores` sends files that the script or its `libraries` write to a
+folder that is removed at the end. `ending` decides when a run ends. `lines` finds the line that is
+running, and calls that could not be imitated. `script` runs the script.
 """

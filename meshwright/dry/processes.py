@@ -1,4 +1,4 @@
-"""What processes of a healthy run tell one another, for one whose machine is only described."""
+"""Answers for the other processes of a healthy run, if the machine is only described."""
 
 from __future__ import annotations
 

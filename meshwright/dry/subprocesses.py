@@ -1,4 +1,4 @@
-"""Tells of other programs that a script starts: they run as they are, on this machine."""
+"""Reports programs that a script starts. They run unchanged on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of HLO at any stage: what it sends and needs, and how its arguments are laid out."""
+"""Reads from the text of HLO what a program sends and needs, and how its arguments are laid out."""
 
 from __future__ import annotations
 

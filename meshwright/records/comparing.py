@@ -1,4 +1,4 @@
-"""Lists what differs between two records by meaning.
+"""Lists the differences in meaning between two records.
 
 Names of variables and functions, lines, files and order are not compared. What the code says comes
 first: arrays, donation, constraints, checkpoints and types. What a compiler makes of it follows:

@@ -1,4 +1,4 @@
-"""The record of a program: what a reviewer agreed to, without names, lines and order.
+"""The record of a program, which a reviewer approves, without names, lines and order.
 
 It is a JSON file with one line for each array, constraint and exchange. Lines of the code are in it
 to explain a difference, and are never compared:

@@ -1,4 +1,4 @@
-"""The contract for programs: what `--json` of forecast, fits, dry and explain prints.
+"""The JSON that forecast, fits, dry and explain print with `--json`, for other programs.
 
     {
      "format": "meshwright answers 1",

@@ -1,5 +1,5 @@
-"""The functions and classes of other systems on Meshwright's core, one package per system.
+"""Offers the functions and classes of other systems, one package per system.
 
-`torch_xla`: marks and tiles; `pytorch`: sharding plans and shards; `autodist`: planners and their
-strategies. The core never imports this package.
+`torch_xla` has marks and tiles, `pytorch` sharding plans and shards, and `autodist` planners and
+their strategies. The rest of `partitioning` never imports this package.
 """

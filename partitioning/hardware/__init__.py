@@ -1,4 +1,4 @@
-"""Machines: coordinates of devices, rates of chips, compiler options, and described topologies."""
+"""Describes machines: coordinates of devices, rates of chips, compiler options and topologies."""
 
 from partitioning.hardware.chips import (
     CHIPS as CHIPS,

@@ -1,11 +1,12 @@
-"""Tells which rows and chunks of global arrays each process holds.
+"""Says which rows and chunks of global arrays each process holds.
 
-A shard is one device's part of an array, a chunk is one process's part. What a process holds is
-read from jax's index map of the sharding. Nothing assumes that the devices of a process are
-neighbours: device orders that suit a torus often give a process strided rows.
+A shard is one device's part of an array, and a chunk is one process's part. The chunks of a process
+are read from jax's index map of the sharding. The devices of a process need not be neighbours: on a
+torus, the rows of a process are often not consecutive.
 
-`ownership`: the shards that each process holds, and the rows of the batch that it reads; `chunker`:
-the chunks of any array; `arrays`: global arrays from the rows of each process, and back.
+`ownership` finds the shards that each process holds, and the rows of the batch that it reads.
+`chunker` lists the chunks of any array. `arrays` makes global arrays from the rows of each process,
+and returns the rows of a process.
 """
 
 from partitioning.layout.arrays import (

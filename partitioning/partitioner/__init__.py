@@ -1,7 +1,7 @@
-"""Partitioners, where most users start: they turn a mesh and rules into plans and functions.
+"""Partitioners turn a mesh and rules into plans and compiled functions. Most users start here.
 
 `base`, `base_pjit`, `pjit` and `moe` are the partitioners. `settings` reads their mesh and layout,
-`chosen_rules` has the rules that follow, `t5x_settings` the arguments of T5X, and `objects` their
-repr, copies and pickles. `initializing` makes states in their shards, and `steps` partitions steps,
-with the layout of `batches`.
+`chosen_rules` has the rules that follow, and `t5x_settings` the arguments of T5X. `objects` has
+their repr, copies and pickles. `initializing` makes states in their shards, `steps` partitions
+training steps, and `batches` lays out their batches.
 """

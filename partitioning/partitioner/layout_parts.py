@@ -1,4 +1,4 @@
-"""Parts of a layout as arguments of their own: what `AxisRules` and `layout` say together."""
+"""Combines the layout with the arguments that set single parts of it."""
 
 from __future__ import annotations
 

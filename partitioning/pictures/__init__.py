@@ -1,1 +1,1 @@
-"""Pictures of meshes, of the shards of arrays, and of the memory of devices."""
+"""Draws meshes, the shards of arrays, and the memory of devices."""

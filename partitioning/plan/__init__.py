@@ -1,11 +1,11 @@
-"""Plans: a state laid out on a mesh, array by array, with reasons.
+"""Plans, which say how each array of a state is laid out on a mesh, and why.
 
 `plan` has the type of a plan, and `rows` the type of its rows. `building` makes the rows from the
-leaves of a state, or matches them to another plan. `by_rules` lays a state out by logical axis
-rules, by a layout word or by partition rules (`layouts`). `audit` says what devices hold and
-whether arrays stay in place, and `findings` what is suspicious. `plan_file` is the file format,
-`difference` compares two plans, `tables` prints them, and
-`rule_proposals` finds rules for the names of a state.
+leaves of a state, or matches them to another plan. `by_rules` lays out a state by logical axis
+rules, by a word such as 'fsdp', or by partition rules (`layouts`). `audit` says what devices hold
+and whether arrays stay in place, and `findings` lists what is suspicious. `plan_file` is the file
+format, `difference` compares two plans, `tables` prints them, and `rule_proposals` finds rules for
+the names of a state.
 """
 
 from partitioning.plan.audit import (

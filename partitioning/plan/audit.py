@@ -1,4 +1,4 @@
-"""What every device holds of a state, what is replicated and why, and how even the split is."""
+"""Says what every device holds of a state, what is replicated and why, and how even it is."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Products of sharded arrays, and the sums over shards that their gradients need.
+"""Multiplies sharded arrays so that gradients are summed and scattered at once.
 
-`dense`: products of rows and weights, and the mesh axes that both are sharded over; `sums`:
-scattered sums inside a shard_map, in rounds that suit the machine.
+`dense` has products of rows and weights, and finds the mesh axes that shard both. `sums` has
+reduce-scatters inside a shard_map, in rounds that suit the machine.
 """
 
 from partitioning.products.dense import multiply as multiply

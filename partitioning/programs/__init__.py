@@ -1,7 +1,7 @@
-"""Functions compiled over a mesh: as fast as plain `jax.jit`, and with errors that name arguments.
+"""Compiles functions over a mesh. Calls are as fast as with `jax.jit`, and errors name arguments.
 
 `partitioned_function` has the object that `partition` returns, and `contexts` sets the mesh and the
-rules while a function is traced. What `partition` accepts is checked in `boundary`. `inner_layouts`
-applies layouts that jax.jit does not accept, and traces functions over Auto axes if Explicit
-axes reject them. `trace_log` counts traces. What runs only after a failure is in `explaining`.
+rules while a function is traced. `boundary` checks the arguments of `partition`. `inner_layouts`
+applies layouts that jax.jit does not accept, and traces functions over Auto axes if Explicit axes
+reject them. `trace_log` counts traces. `explaining` runs only after a failure.
 """

@@ -1,9 +1,9 @@
 """Resolves logical axis names to PartitionSpecs, with reasons, and checks axes and sizes.
 
-`checks` describes mesh axes and has every check of axes, ranks and sizes; `names` has logical
-axes and the dimensions that they resolve to; `axis_rules` and `path_rules` are the rules; `resolve`
-maps names to mesh axes, with policies for sizes that are not divisible, and leaves out the Manual
-axes of a shard_map; `standard` has ready-made rules.
+`checks` describes mesh axes and has every check of axes, ranks and sizes. `names` has logical axes
+and the dimensions that they resolve to. `axis_rules` and `path_rules` are the rules. `resolve` maps
+names to mesh axes, with policies for sizes that are not divisible, and leaves out the Manual axes
+of a shard_map. `standard` has ready-made rules.
 """
 
 from partitioning.rules.axis_rules import (

@@ -1,4 +1,4 @@
-"""Finds the arrays of any train state, with the path, role and axis names of each.
+"""Finds every array of a train state of any kind, with its path, its role and its logical axes.
 
 The files of this package, in the order in which a state passes through them:
   boxes: the objects that carry axis names, and the arrays inside them.

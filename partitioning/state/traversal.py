@@ -1,4 +1,4 @@
-"""The one walk over a train state: what each leaf is, and which parameter names its dimensions.
+"""Walks over a train state, and finds for each leaf its role and the parameter that names it.
 
 Parameters carry names (linen's boxes, T5X's `params_axes`, nnx's metadata) or get them from path
 rules. Every other leaf takes its names from the parameter that it follows.

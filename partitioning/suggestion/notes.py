@@ -1,4 +1,4 @@
-"""What a reader should know about suggested rules: what stays whole, and why."""
+"""Notes on suggested rules: which arrays stay whole, and why."""
 
 from __future__ import annotations
 

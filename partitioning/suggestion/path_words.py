@@ -1,4 +1,4 @@
-"""What the words of a path say about an array: what it is for, and which side is the model's width.
+"""Guesses from the words of a path what an array is for, and which side is the model's width.
 
 Words are hints. Where sizes and the neighbours of an array say something else, they decide; see
 `structure`.

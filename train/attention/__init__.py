@@ -1,4 +1,4 @@
-"""One function for attention, which chooses the implementation that suits the machine."""
+"""Computes attention by one function, with the implementation that suits the machine."""
 
 from train.attention.choosing import attend as attend
 from train.attention.sight import (

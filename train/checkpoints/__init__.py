@@ -1,4 +1,4 @@
-"""Checkpoints by Orbax: saved without a mesh, restored onto any mesh."""
+"""Saves checkpoints in the format of Orbax, and restores them onto any mesh."""
 
 from train.checkpoints.config import CheckpointConfig, RestoreConfig, RestoreMode, check_renames
 from train.checkpoints.folder import Checkpoints, FailedSave

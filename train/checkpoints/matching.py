@@ -1,4 +1,4 @@
-"""What a restore would do: the stored array of each array, and what differs. No array is read."""
+"""Finds the stored array for each array of a run, and the differences, without reading arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Input: rows of tokens made from text, with random access. Each process reads only its own rows.
+"""Makes rows of examples or of tokens, with random access. Each process reads only its own rows.
 
 source --(tokenizer)--> token index --(task)--> rows --(layout)--> local batches --> feed
 

@@ -1,4 +1,4 @@
-"""Decoding: sampling and beam search over any model, and the prediction of a batch."""
+"""Decodes tokens from any model, by sampling or by beam search, and predicts batches."""
 
 from train.decoding.beams import beam_search as beam_search
 from train.decoding.interface import (

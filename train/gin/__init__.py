@@ -1,1 +1,1 @@
-"""gin configuration: files and flags are read and checked before gin runs them."""
+"""Reads and checks gin files and flags before gin runs them."""

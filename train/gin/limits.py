@@ -1,4 +1,4 @@
-"""Limits of gin files, which strangers may have written: what is read, and how much of it.
+"""Limits how much is read from gin files, because strangers may have written them.
 
 Everything here is checked before gin sees a statement, without importing jax.
 """

@@ -1,1 +1,1 @@
-"""The machine of a run: its devices, compiler options, and cache of compiled programs."""
+"""Chooses the devices and compiler options of a run, and keeps its compiled programs."""

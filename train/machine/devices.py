@@ -1,4 +1,4 @@
-"""The machine that a run uses: its virtual devices, and what they need of the host."""
+"""Sets up the devices of a run, and says what its steps must do on this machine."""
 
 from __future__ import annotations
 

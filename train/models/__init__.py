@@ -1,1 +1,1 @@
-"""Models, with logical axis names on every parameter and activation."""
+"""The built-in models. Every parameter and activation has logical axes."""

@@ -1,1 +1,1 @@
-"""The processes of a run: how they find each other, agree, and end together."""
+"""Lets the processes of a run find each other, compare their settings, and end together."""

@@ -1,4 +1,4 @@
-"""Claims: the files by which a run says that it holds a folder, and who it is.
+"""Claims, the files that say which run holds a folder.
 
 A claim is the file `in-use-<token>.json` in the folder. Its time of modification is the last sign
 of life of its run, by the clock of the file system, so the clocks of hosts need not agree. In a

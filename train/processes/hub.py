@@ -1,4 +1,4 @@
-"""The hub: what process 0 knows of all processes of a run, and when it ends them.
+"""The hub of a run, in process 0: it watches all processes, and ends them when one fails.
 
 Every process, including process 0, has a connection to the hub. The hub ends all of them, with one
 line that names the cause, when a process dies, gives no sign of life, fails, or keeps

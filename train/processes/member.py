@@ -1,4 +1,4 @@
-"""A member: what each process of a run sends to the hub, and what it does when the hub ends it.
+"""The connection of each process to the hub: what it sends, and how it ends when the hub says so.
 
 A *tick* is a place in the program that all processes pass equally often, such as the request for
 the next batch. A signal to any process stops all of them at the same tick: the hub asks each how

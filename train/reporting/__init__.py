@@ -1,1 +1,1 @@
-"""What a run reports: console output, metrics, speed, and whether its memory suffices."""
+"""Reports on a run: console output, metrics, speed, and whether the memory suffices."""

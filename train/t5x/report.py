@@ -1,4 +1,4 @@
-"""A table of what each setting of T5X's gin files becomes here.
+"""Writes a table with the translation of each setting in T5X's gin files.
 
 What a setting means is read from the documentation of the parameter that receives it, so the table
 says the same as the code.

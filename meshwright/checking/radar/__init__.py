@@ -1,7 +1,7 @@
-"""`meshwright radar`: the programs of a repository compiled with several releases of jax.
+"""Implements `meshwright radar`, which compiles programs with several releases of jax.
 
-`releases` reads which releases are asked for, `environments` installs each of them in a folder,
-`sweep` records every program in every environment, `steps` says what each release changed,
-`notes` finds what its release notes say of it, `summary` counts, and `drawing`, `page` and
+`releases` reads which releases the user names, and `environments` installs each in a folder.
+`sweep` records every program in every environment. `steps` says what each release changed, and
+`notes` finds the release notes about it. `summary` counts the changes, and `drawing`, `page` and
 `document` show the answer.
 """

@@ -1,4 +1,4 @@
-"""AutoDist's partitioner on a mesh.
+"""Lays out variables on a mesh as AutoDist's planners decide.
 
 Usage:
   planner = PartitionedPS()

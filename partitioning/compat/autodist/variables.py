@@ -1,4 +1,4 @@
-"""The variables of a model, and what a strategy says of each one and of all of them."""
+"""The variables of a model, and the decisions of a strategy about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch's ShardingPlan on a mesh, and shards that PyTorch has cut."""
+"""Lays out modules by PyTorch's ShardingPlan, and reads shards that PyTorch has made."""
 
 from partitioning.compat.pytorch.entries import Sharder as Sharder, place as place
 from partitioning.compat.pytorch.modules import (

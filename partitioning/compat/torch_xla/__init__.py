@@ -1,4 +1,4 @@
-"""torch_xla's SPMD functions, on jax's own sharding.
+"""Offers torch_xla's SPMD functions for jax arrays.
 
 Usage:
   from partitioning.compat import torch_xla

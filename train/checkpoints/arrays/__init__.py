@@ -1,1 +1,1 @@
-"""Stored arrays: read lazily, piece by piece, and placed on devices."""
+"""Reads stored arrays piece by piece when they are needed, and places them on devices."""

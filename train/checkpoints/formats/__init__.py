@@ -1,1 +1,1 @@
-"""Recognizes the format of the files at a path and opens their arrays; writes safetensors."""
+"""Recognizes the format of the checkpoint at a path, and opens its arrays. Writes safetensors."""

@@ -1,1 +1,1 @@
-"""Saved steps: their records and checksums, which steps are good, and how steps are deleted."""
+"""Keeps the records and checksums of saved steps, finds the good steps, and deletes steps."""

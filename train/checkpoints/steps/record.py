@@ -1,4 +1,4 @@
-"""The record of a saved step: what it is, next to its arrays, in files that people can read.
+"""Describes a saved step in files that people can read, next to its arrays.
 
 Orbax writes it with the arrays, in the same save. So this package has written every folder with a
 record, and if such a folder has no manifest, its save did not finish.

@@ -1,4 +1,4 @@
-"""Compares the files of saved steps with their manifest: as they are read, or all at once."""
+"""Compares the files of saved steps with their manifest, while they are read or all at once."""
 
 from __future__ import annotations
 

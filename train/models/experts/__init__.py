@@ -1,4 +1,4 @@
-"""Mixtures of experts: routing as pure functions, and a layer that replaces an MLP."""
+"""A layer with a mixture of experts in place of an MLP, and its routing as pure functions."""
 
 from train.models.experts.config import ExpertsConfig as ExpertsConfig
 from train.models.experts.layer import ExpertMlp as ExpertMlp

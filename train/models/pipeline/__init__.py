@@ -1,7 +1,7 @@
-"""Pipeline parallelism: layers in stages over a mesh axis, and microbatches that pass through them.
+"""Runs layers in stages over a mesh axis, and passes microbatches from stage to stage.
 
-`stages` has the settings, finds the mesh axis and checks all sizes; `weights` gives each stage its
-layers; `schedule` runs them.
+`stages` has the settings, finds the mesh axis and checks all sizes. `weights` gives each stage its
+layers, and `schedule` runs them.
 """
 
 from train.models.pipeline.schedule import run_pipeline as run_pipeline
