@@ -119,12 +119,10 @@ def multiply(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def block(blocks_x: jax.Array, i: Any) -> jax.Array:
-    """Returns block i."""
     return jax.lax.dynamic_index_in_dim(blocks_x, i, keepdims=False)
 
 
 def with_block(blocks_x: jax.Array, i: Any, x: jax.Array) -> jax.Array:
-    """Returns the blocks with `x` as block i."""
     return jax.lax.dynamic_update_index_in_dim(blocks_x, x, i, 0)
 
 

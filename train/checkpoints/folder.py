@@ -82,7 +82,6 @@ class Checkpoints(CheckpointReader):
         return state
 
     def path(self, step: int) -> epath.Path:
-        """The folder of the checkpoint of a step."""
         return self.directory / f'{self.prefix}{step}'
 
     def steps(self) -> list[int]:

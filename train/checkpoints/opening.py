@@ -51,7 +51,6 @@ class Weights(CheckpointReader):
         return self.directory
 
     def newest_step(self, say: Callable[[str], None], below: int | None = None) -> int | None:
-        """The step 0, which is the only one."""
         return None if below is not None else 0
 
     def first_step(self, step: int) -> int:

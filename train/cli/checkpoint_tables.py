@@ -77,7 +77,6 @@ def _facts(facts: dict[str, str]) -> Table:
 
 
 def summary_tables(summary: Summary) -> Group:
-    """What is in one checkpoint."""
     roles = [f'{role} {bytes_str(n)}' for role, n in summary.bytes_by_role.items() if n]
     dtypes = [f'{dtype} {bytes_str(size)}' for dtype, size in summary.bytes_by_dtype.items()]
     versions = [f'{package} {version}' for package, version in summary.versions.items()]

@@ -87,7 +87,6 @@ class PartFiles:
         return count
 
     def part(self, number: int) -> epath.Path:
-        """The path of a part."""
         return self.folder / f'{self.path.name}-chunk_{number:05}'
 
     def write(self, number: int, lines: Iterable[str]) -> None:

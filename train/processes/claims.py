@@ -151,7 +151,6 @@ class ClaimedFolder:
         return str(self.folder) if self._remote else str(os.stat(self.folder).st_ino)
 
     def file(self, token: str) -> epath.Path:
-        """The file of a claim."""
         return self.folder / f'{_PREFIX}{token}{_CLAIM}'
 
     def how_to_remove(self, token: str) -> str:
@@ -178,7 +177,6 @@ class ClaimedFolder:
             unfinished.write_text(json.dumps(dataclasses.asdict(claim), indent=1) + '\n')
 
     def read(self) -> list[Claim]:
-        """Returns the claims in the folder."""
         names = [path.name for path in self.folder.iterdir()] if self.folder.exists() else []
         tokens = [
             name.removeprefix(_PREFIX).removesuffix(_CLAIM)

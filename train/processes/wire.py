@@ -256,7 +256,6 @@ class Connection:
 
 
 def read_message(line: bytes) -> Message | None:
-    """The message of a line, or None if it is none."""
     with contextlib.suppress(ValueError):
         message = parse_json(line.decode())
         if isinstance(message, dict) and isinstance(message.get('kind'), str):

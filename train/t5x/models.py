@@ -337,7 +337,6 @@ class MoeDecoderOnlyModel(_WithExperts, DecoderOnlyModel):
 
 
 def get_input_vocabulary(model: BaseTransformerModel) -> Tokenizer:
-    """The tokenizer of the inputs."""
     return model.input_vocabulary
 
 

@@ -52,7 +52,6 @@ def write_mistral(m: TransformerConfig) -> Settings:
 
 
 def read_qwen2(c: ConfigJson) -> Settings:
-    """Qwen 2 and 2.5."""
     c.require('hidden_act', 'silu', default='silu')
     return read_common(c) | _qwen_windows(c) | {'biases': ('qkv',)}
 

@@ -41,7 +41,6 @@ def read_gptj(c: ConfigJson) -> Settings:
 
 
 def read_phi(c: ConfigJson) -> Settings:
-    """Phi 1, 1.5 and 2."""
     c.require('qk_layernorm', False, default=False)
     return read_common(c) | _norm_and_mlp(c, ALL_BIASES)
 
@@ -83,7 +82,6 @@ def read_gpt_bigcode(c: ConfigJson) -> Settings:
 
 
 def read_bloom(c: ConfigJson) -> Settings:
-    """BLOOM."""
     c.require('apply_residual_connection_post_layernorm', False, default=False)
     width = c.get('hidden_size', c.get('n_embed'))
     names = {

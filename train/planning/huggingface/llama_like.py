@@ -62,7 +62,6 @@ def read_seed_oss(c: ConfigJson) -> Settings:
 
 
 def read_glm(c: ConfigJson) -> Settings:
-    """GLM 4 of 2024."""
     biases = ('qkv',) if c.get('attention_bias', True) else ()
     return _read_silu(c) | {'biases': biases, 'head_dim': c.get('head_dim', 128)}
 

@@ -90,7 +90,6 @@ class Printer:
         return len(self._pending) > MAX_PENDING_BYTES
 
     def add(self, process: int, lines: list[str]) -> None:
-        """Adds lines of a process to what is printed."""
         if not self._closed:
             text = ''.join(f'{prefixed(process, line, self._colour)}\n' for line in lines)
             self._pending += text.encode()
