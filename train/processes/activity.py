@@ -24,11 +24,6 @@ class Activity:
     """What a run is doing now. The run writes it, and the thread of the watchdog reads it.
 
     `place` is the title until the first phase or step begins.
-
-    Attributes:
-      signs: the number of signs of progress so far.
-      steps: the number of steps that the training loop has begun.
-      in_loop: whether the run is in the training loop.
     """
 
     def __init__(self, place: str = 'the start of the run') -> None:

@@ -69,16 +69,11 @@ def open_channel(
 ) -> tuple[Member, int]:
     """Connects this process to the others.
 
-    Raises a ConfigError if the address is malformed, its port is in use, the processes differ in
-    the packages that they have, or this one has another secret than process 0, and a NotTogether if
-    not all processes come in time.
-
-    Args:
-      address: host:port of process 0.
-      other_ports: other ports of process 0, which count if a firewall closes the one of `address`.
-
-    Returns:
-      This process as a member of the run, and the first port at which all reach process 0.
+    Raises a ConfigError if the address, host:port of process 0, is malformed, its port is in use,
+    the processes differ in the packages that they have, or this one has another secret than process
+    0, and a NotTogether if not all processes come in time. `other_ports` of process 0 count if a
+    firewall closes the one of `address`. Returns this process as a member of the run, and the first
+    port at which all reach process 0.
     """
     host, _, port = address.rpartition(':')
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:

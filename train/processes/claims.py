@@ -119,7 +119,6 @@ class Claim:
     """What a claim says.
 
     Attributes:
-      token: a random text in the name of its file.
       owner: the process that made it. None if its file cannot be read.
       since: when it was made, in seconds since 1970.
       holds: whether its run holds the folder, or only asks for it.
@@ -169,10 +168,7 @@ class ClaimedFolder:
         self._made = missing
 
     def write(self, claim: Claim) -> None:
-        """Writes a claim, whose file is never half-written.
-
-        Raises an OSError if it cannot be written.
-        """
+        """Writes a claim, whose file is never half-written."""
         with replacing(self.file(claim.token)) as unfinished:
             unfinished.write_text(json.dumps(dataclasses.asdict(claim), indent=1) + '\n')
 
@@ -257,11 +253,7 @@ def refusal(
 ) -> str:
     """Says in one line that a folder is in use, by whom, and how to take it over.
 
-    Args:
-      name: the setting and the folder.
-      holder: the claim of the run that holds it.
-      state: the state of its process.
-      age: the seconds since its last sign of life, by default by the clock of this machine.
+    `age` is the seconds since its last sign of life, by default by the clock of this machine.
     """
     more = ''
     if state == 'suspended' and holder.owner is not None:

@@ -19,21 +19,13 @@ _MOST_ROWS = 20
 
 
 class NotTogether(ConnectionError):
-    """Raised if the processes of a run have not found each other in time; starting again may help.
-
-    `exit_code` is the exit code of a command that ends with it.
-    """
+    """The processes of a run have not found each other in time; starting again may help."""
 
     exit_code = RESTARTABLE
 
 
 class Disagreement(ConfigError):
-    """The processes of a run differ in what they must have in common.
-
-    Args:
-      message: what they differ in.
-      details: a table of item, value and processes.
-    """
+    """The processes of a run differ in what they must have in common, by the table `details`."""
 
     def __init__(self, message: str, details: str = ''):
         super().__init__(message)
@@ -78,12 +70,7 @@ def differences(values: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list
 def disagreement(
     found: Mapping[str, Mapping[str, Sequence[int]]], count: int, advice: str
 ) -> Disagreement:
-    """The error that shows a table of item, value and processes.
-
-    Args:
-      found: what `differences` returns, with at least one item.
-      advice: what to do about it.
-    """
+    """The error with what `differences` returns, at least one item, as a table."""
     table = Table('item', 'value', 'processes', box=None, pad_edge=False)
     rows = [(name, value, who) for name, of in found.items() for value, who in of.items()]
     before = None

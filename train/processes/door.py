@@ -52,14 +52,10 @@ class _Guest:
 
 
 class Door:
-    """Lets the processes of a run in.
+    """Lets the processes of a run in. At its end, it closes its listeners.
 
-    `turned_away` is the hosts of guests that were turned away, with the reason, and how often.
-
-    Args:
-      listeners: sockets that listen, which the door closes at its end.
-      secret: the secret of the run.
-      seconds: how long a guest may take to say who it is.
+    `turned_away` counts the guests that were turned away, by host and reason. A guest may take
+    `seconds` to say who it is.
     """
 
     def __init__(
@@ -77,11 +73,9 @@ class Door:
         self.turned_away: collections.Counter[tuple[str, str]] = collections.Counter()
 
     def next_member(self, seconds: float) -> tuple[Connection, Message] | None:
-        """The next process of the run that says who it is, with its hello.
+        """The next process of the run that says who it is, with its hello, or None if it is late.
 
-        Returns:
-          Its connection and its hello, whose fields have the right types; None if there is none
-          within some seconds.
+        The fields of the hello have the right types.
         """
         deadline = time.monotonic() + seconds
         while True:

@@ -63,12 +63,9 @@ def find_processes(
     of Kubernetes, and the variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
     Open MPI inside a Slurm job is read, and Slurm is not: it describes the programs of Open MPI. On
     Cloud TPU VMs the variables say nothing, but a server of metadata does:
-    `find_processes({**read_metadata(), **os.environ})`. Raises a ConfigError if variables are
-    missing, malformed or contradict each other.
-
-    Args:
-      coordinator_address: host:port of process 0, if the user has given it; it wins over all
-        variables.
+    `find_processes({**read_metadata(), **os.environ})`. The user's `coordinator_address` wins over
+    all variables. Raises a ConfigError if variables are missing, malformed or contradict each
+    other.
     """
     named = {_ADDRESS: coordinator_address} if coordinator_address else {}
     systems: list[_Found] = []
@@ -148,7 +145,6 @@ class _Found:
     """What one system says about this process and the others.
 
     Attributes:
-      source: the system.
       variables: the values that say so, for messages.
       host: the host of process 0, with the port of another server or none; None if the system does
         not say it.

@@ -69,10 +69,7 @@ def hold_folder(
     Raises a FolderInUse if another run holds it, and a ConfigError if it cannot be written.
 
     Args:
-      setting: the setting that names the folder, for messages.
       folder: the folder. It is created if it does not exist, and removed if it stays empty.
-      say: prints a line.
-      owner: the process that holds it, by default this one.
 
     Yields:
       What says whether the folder is still held, or None in processes other than 0.
@@ -92,12 +89,7 @@ def hold_folder(
 
 
 class Holding:
-    """A folder that this run holds.
-
-    Args:
-      setting: the setting that names the folder, for messages.
-      owner: the process that holds it.
-    """
+    """A folder that this run holds."""
 
     def __init__(self, setting: str, folder: epath.Path, owner: Owner, timing: Timing):
         self._name, self._timing, self._owner = f'{setting} {folder}', timing, owner

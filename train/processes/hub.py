@@ -30,12 +30,8 @@ class _Seen:
     Attributes:
       name: what messages call it, such as 'process 3 (host b)'.
       silent: the seconds since its last message.
-      place: what it said it does.
       quiet: the seconds for which it has made no progress, by its own clock.
-      waits: whether it waits for others, by its own account.
-      compiles: whether it compiles, which may take any time.
       passed: the tick that it had passed when the hub asked it to pause, or None.
-      left: whether it has said that it ends.
     """
 
     connection: Connection
@@ -51,12 +47,7 @@ class _Seen:
 
 
 class Hub:
-    """The hub of a run, in process 0.
-
-    Args:
-      connections: the connection to each process, in the order of their indices.
-      clock: returns the time in seconds.
-    """
+    """The hub of a run, in process 0."""
 
     def __init__(
         self,
@@ -238,7 +229,6 @@ class Hub:
         """Ends all processes, once.
 
         Args:
-          line: why, for all of them.
           causes: the processes that are the cause.
           reason: 'stuck' if the causes must leave their stacks, 'failed' if the others may have
             failed in the same way and print it themselves.
@@ -280,12 +270,7 @@ def died(name: str, place: str) -> str:
 
 
 def silent(name: str, place: str, seconds: float, limit: float) -> str:
-    """Says that a process gives no sign of life, and what it did at the last one.
-
-    Args:
-      seconds: how long ago that was.
-      limit: the limit that it has passed, in seconds.
-    """
+    """Says that a process gives no sign of life, and what it did at the last one, `seconds` ago."""
     return (
         f'{name} has given no sign of life for {seconds:,.0f} s, since it was at {place!r}: it is '
         f'stopped, or its host or network has failed (--heartbeat_seconds={limit:g})'

@@ -43,11 +43,7 @@ def find_address(
     """Finds the place of this process in flags or the environment, or None if it is alone.
 
     Raises a ConfigError if only some of the three are given, if the index is out of range, or if
-    the environment says nothing of processes.
-
-    Args:
-      coordinator_address: host:port of process 0.
-      auto_detect: whether the environment says the rest.
+    the environment, which says the rest with `auto_detect`, says nothing of processes.
     """
     if coordinator_address and process_count is not None and process_index is not None:
         check_index(process_index, process_count, '--process_index', '--process_count')
@@ -127,10 +123,6 @@ def read_metadata(server: str | None = None, wait: float = 1.0) -> dict[str, str
     TPU_WORKER_ID, TPU_WORKER_HOSTNAMES, and for several slices those that begin with MEGASCALE_.
     Empty if this is not a Cloud TPU VM. Raises a ConfigError if the server fails, or its answer is
     not understood.
-
-    Args:
-      server: host or host:port of the server; by default GCE_METADATA_IP, or the usual name.
-      wait: the seconds between two tries if the server does not answer.
     """
     server = server or os.environ.get('GCE_METADATA_IP') or _METADATA
     worker = _ask(server, 'agent-worker-number', wait)
@@ -197,9 +189,6 @@ def relay(address: str) -> str:
     argument. Behind the relay, jax learns nothing, and the channel ends this process with one line
     and its exit code. Without any sign from the coordinator, jax still aborts after its own limit.
     Returns the address to connect to instead, on this host.
-
-    Args:
-      address: host:port of the coordinator.
     """
     listener = socket.create_server(('127.0.0.1', 0))
     if any(os.environ.get(name) for name in _PROXIES):  # gRPC would ask it even for this host.

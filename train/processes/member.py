@@ -31,14 +31,7 @@ SECONDS_FOR_THE_HUB = 3.0
 
 
 class Member:
-    """One process of a run, connected to the hub.
-
-    `limits` are how long processes wait for each other.
-
-    Attributes:
-      stacks: the folder for the stacks of a process that is stuck.
-      all_left: whether all processes have said that they are done.
-    """
+    """One process of a run. `stacks` is the folder for its stacks if it is stuck."""
 
     def __init__(self, connection: Connection, index: int, count: int, limits: Limits):
         self.index, self.count, self.limits = index, count, limits
@@ -63,10 +56,7 @@ class Member:
     # ---- the calls of the run, in its main thread
 
     def begin(self, activity: Activity, folder: Any) -> None:
-        """Begins a run together with the others. An earlier run may have been stopped by a signal.
-
-        `activity` is what the run does.
-        """
+        """Begins a run together with the others. A signal may have stopped an earlier run."""
         begin_activity(activity)
         self.stacks = folder
         with self._changed:
@@ -76,11 +66,8 @@ class Member:
     def gather(self, name: str, value: Any) -> list[Any]:
         """Returns the values of all processes, in the order of their indices.
 
-        All processes must call it in the same order, with the same names.
-
-        Args:
-          name: what they do, for messages.
-          value: any JSON value. The hub sends all of them to all processes, so it must be small.
+        All processes must call it in the same order, with the same names, which messages show. The
+        hub sends all values, JSON of any kind, to all processes, so they must be small.
         """
         with self._changed:
             self._gathers += 1
@@ -108,12 +95,7 @@ class Member:
         signals.deliver(signum, by)
 
     def fail(self, line: str, code: int) -> None:
-        """Ends the other processes, because this one has raised an error.
-
-        Args:
-          line: the error.
-          code: the exit code.
-        """
+        """Ends the other processes, because this one has raised an error."""
         if self._failed or self._left:
             return
         self._failed, self._code = True, code

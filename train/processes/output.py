@@ -61,12 +61,8 @@ class _PrefixedStream(io.TextIOBase):
 def begin(index: int, folder: str | os.PathLike[str] | None = None) -> Path:
     """Prefixes what Python prints, and sends the output of C++ libraries to the file it returns.
 
-    Raises an OSError if the file cannot be written.
-
-    Args:
-      index: the index of this process.
-      folder: the folder of the file, by default one for this user in the system's folder for
-        temporary files.
+    `folder` is the folder of the file, by default one for this user in the system's folder for
+    temporary files. Raises an OSError if the file cannot be written.
     """
     if folder is None:
         folder = Path(tempfile.gettempdir()) / f'meshwright-logs-{os.getuid()}'

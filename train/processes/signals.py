@@ -80,13 +80,11 @@ class Handling:
     """How this process handles signals.
 
     Attributes:
-      active: whether the handlers are installed.
       command: the command that this process runs, as one would type it again, or None.
       watched: whether the thread watches the signals of a command.
       forward: tells the other processes of a run of a signal, and whether it is the second one.
       leave: waits until all processes of a run are done.
       final_code: the exit code of a command that is done.
-      received: the first signal, or None.
       received_at: its time on the clock of `time.monotonic`.
       receiver: the process that received it, in a run of several.
       forwarded_at: the time at which the first signal was forwarded, or None.
@@ -191,10 +189,6 @@ def deliver(signum: int, receiver: int) -> None:
     """Acts on a signal that one of the processes has received. The main thread calls it.
 
     Raises an Interrupted if there is nothing to save, or the caller can be interrupted.
-
-    Args:
-      signum: the signal.
-      receiver: the process that received it.
     """
     if handling.active and handling.received is None:
         handling.received, handling.receiver = signal.Signals(signum), receiver
@@ -265,10 +259,7 @@ def end_process(code: int) -> int:
 
 
 def finish(code: int) -> None:
-    """Ignores signals from now on in the process of a command, because its work is done.
-
-    `code` is the exit code with which it will end.
-    """
+    """Ignores signals from now on in a command whose work is done, and will end with this code."""
     if handling.watched:
         handling.final_code = code
         for signum in SIGNALS:

@@ -38,9 +38,7 @@ _LONGEST_MESSAGE = 1000
 def taking_part(activity: Activity, folder: str | os.PathLike[str]) -> Iterator[None]:
     """Tells the other processes what a run does, and tells them if it fails in this process alone.
 
-    Args:
-      activity: what the run does.
-      folder: the folder of the run, for the stacks of a process that is stuck.
+    `folder` is for the stacks of a process that is stuck.
     """
     if jax.process_count() == 1:
         yield
@@ -138,12 +136,8 @@ def _config_error(name: str) -> type[ConfigError]:
 def check_same(title: str, values: Mapping[str, Any], advice: str) -> None:
     """Checks that all processes have the same values.
 
-    Raises a Disagreement if they differ, on all processes, with a table.
-
-    Args:
-      title: what the processes do at this point.
-      values: JSON values by the names of the items. Large ones are sent only if they differ.
-      advice: what to do if they differ.
+    Raises a Disagreement if they differ, on all processes, with a table and the advice. The values
+    are JSON, by the names of the items. Large ones are sent only if they differ.
     """
     if jax.process_count() == 1:
         return
@@ -169,12 +163,8 @@ def check_same_step(step: int) -> None:
 def check_shared_folder(setting: str, folder: epath.Path) -> None:
     """Checks that all processes see the same folder, by a file that process 0 writes for a moment.
 
-    Raises a Disagreement if a process does not see what process 0 writes, and a ConfigError if
-    process 0 cannot write to it.
-
-    Args:
-      setting: the name of the setting, for the message.
-      folder: the folder. It is created if it does not exist.
+    The folder is created if it does not exist. Raises a Disagreement if a process does not see what
+    process 0 writes, and a ConfigError if process 0 cannot write to it.
     """
     if jax.process_count() == 1:
         return

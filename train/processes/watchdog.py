@@ -65,10 +65,8 @@ class Watchdog:
 
     Args:
       settings: the limits, or None to watch nothing.
-      activity: what the run does.
       model_dir: the folder of the run, where the stacks are written if it is on a local path.
       log_every: after how many steps the training loop waits for the devices for the first time.
-      clock: returns the time in seconds.
     """
 
     def __init__(
@@ -144,10 +142,7 @@ class Watchdog:
 def end_process(message: str, model_dir: str | os.PathLike[str], process: int) -> None:
     """Prints a message, writes the stacks of all threads, and ends the process with RESTARTABLE.
 
-    Args:
-      message: why, in one line.
-      model_dir: the folder of the run, where the stacks are written if it is on a local path.
-      process: the index of this process.
+    The stacks are in the folder of the run, if that is on a local path.
     """
     # Printing and writing may wait forever for what the run waits for, so another thread does it.
     report = threading.Thread(target=_report, args=(message, model_dir, process), daemon=True)

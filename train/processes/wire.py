@@ -133,8 +133,7 @@ class Seal:
 def make_seals(secret: bytes, of_guest: bytes, of_host: bytes) -> tuple[Seal, Seal]:
     """The seals of a connection: of what the guest, who connects, sends, and of what the host does.
 
-    Args:
-      of_guest, of_host: the random bytes that each of them has sent.
+    `of_guest` and `of_host` are the random bytes that each of them has sent.
     """
     keys = (
         hmac.digest(secret, b'meshwright ' + who + of_guest + of_host, 'sha256')

@@ -38,8 +38,6 @@ def child_environment(
     """Returns the environment of a child.
 
     Args:
-      environment: the environment of the launcher, which is the current process.
-      command: the command that starts all processes again, as one types it.
       gpus: the GPUs of the child; without any, it uses virtual devices of the CPU.
       secret: the secret of the run, unless the environment has one.
     """

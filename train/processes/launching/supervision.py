@@ -39,7 +39,6 @@ def supervise(
     """Runs processes until all have ended. Whatever happens, none of them is left behind.
 
     Args:
-      children: what each process runs, by its index.
       inbox: where signals are read, as `signal_inbox` yields it. The first one is passed on to the
         first process that still runs, and is expected to end all; the second one kills all.
       grace_seconds: how long the others may take to end by themselves after a failure.
@@ -61,8 +60,6 @@ class _Process:
 
     Attributes:
       output: the file descriptor of the pipe with its output, or None when that is closed.
-      sent: the last signal that was sent in order to end it.
-      end: how it has ended, or None before `finish`.
     """
 
     def __init__(self, index: int, child: Child):
@@ -132,12 +129,7 @@ class _Process:
 
 
 class _Supervisor:
-    """The loop that watches the processes of one attempt.
-
-    Attributes:
-      ends: how some have ended, in their order.
-      stopped_by: the first signal from the user, if any.
-    """
+    """The loop that watches the processes of one attempt."""
 
     def __init__(self, printer: Printer, inbox: int, grace_seconds: float):
         self._printer, self._inbox, self._grace = printer, inbox, grace_seconds
