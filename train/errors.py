@@ -125,11 +125,7 @@ def describe_error(error: Exception) -> str:
 
 @contextlib.contextmanager
 def os_errors_as(message: str) -> Iterator[None]:
-    """Raises a ConfigError in place of an OSError of the body.
-
-    `message` is the message before the reason, such as 'MODEL_DIR runs/mine cannot be written:'.
-    Raises a ConfigError with the message and the reason of the OSError.
-    """
+    """Raises a ConfigError with this message and the reason in place of an OSError of the body."""
     try:
         yield
     except OSError as error:
@@ -140,10 +136,6 @@ def import_optional(module: str, extra: str, user: str) -> Any:
     """Imports a module of an optional package.
 
     Raises a ConfigError if the package is not installed.
-
-    Args:
-      extra: the extra of meshwright that installs its package.
-      user: what needs the package, for the message.
     """
     try:
         return importlib.import_module(module)

@@ -97,9 +97,8 @@ def absolute(path: epath.Path) -> epath.Path:
 def replacing(path: epath.Path) -> Iterator[epath.Path]:
     """Lets the body write a file that is never half-written, for example because the disk is full.
 
-    Yields:
-      The path to write. It takes the place of the file at the end of the body. If the body fails,
-      the file stays as it was.
+    Yields the path to write, which takes the place of the file at the end of the body. If that
+    fails, the file stays as it was.
     """
     if is_remote(path):  # A store shows an object only when it is complete.
         yield path

@@ -33,10 +33,7 @@ Arrays = Mapping[str, Any]
 class Blocks:
     """What a sum over blocks computes; it can be hashed.
 
-    Attributes:
-      sight: what a query sees, without its arrays.
-      queries: the number of queries of a block.
-      keys: the number of keys of a block.
+    `sight` says what a query sees, without its arrays.
     """
 
     sight: Sight
@@ -47,12 +44,8 @@ class Blocks:
 class BlockPairs:
     """Pairs of a block of queries and a block of keys with its values.
 
-    `arrays` are the arrays of the sight.
-
-    Attributes:
-      q, k, v: the blocks of queries, keys and values.
-      indices: the block of queries and the block of keys of each pair, two int32 arrays. Pairs of
-        which the sight is known to see nothing before the program runs are left out.
+    `indices` are the block of queries and the block of keys of each pair, two int32 arrays. Pairs
+    of which the sight is known to see nothing before the program runs are left out.
     """
 
     def __init__(self, blocks: Blocks, q_BLHN: Any, k_BSKN: Any, v_BSKN: Any, arrays: Arrays):
@@ -232,8 +225,6 @@ def find_gradients(
     """Returns the gradients of queries, keys and values, in float32.
 
     Args:
-      blocks: what does not change between blocks.
-      q_BLHN, k_BSKN, v_BSKN: see `attend`.
       attended_BLHN: the attention over all keys, of which these may be a part.
       sums_BLH: the logarithms of the sums of its weights, float32.
       d_BLHN: the gradient of the attention.

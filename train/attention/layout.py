@@ -65,10 +65,6 @@ def find_layout(q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> Layout | 
 
     If the axes of 'kv_heads' and 'heads' differ, each device takes the kv_heads of its own
     heads, or if its heads are not whole groups, kv_heads are repeated.
-
-    Args:
-      q_shape: the shape of the queries, [batch, length, heads, head_dim].
-      k_shape: the shape of keys and values, [batch, slots, kv_heads, head_dim].
     """
     group = q_shape[2] // k_shape[2]
     queries = activation_spec(q_shape, ('batch', None, 'heads', None))

@@ -54,7 +54,6 @@ def make_part_kernel(
     """Returns a splash kernel for a part: a function of queries, keys, values and segments.
 
     Args:
-      part: the two parts of the row.
       distance: the place of the first query less the place of the first key, an integer or a scalar
         array.
       soft_cap, blocks, interpret: see `splash.make_kernel`.

@@ -40,12 +40,7 @@ from train.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Zigzag:
-    """Moves halves of the parts of a row between the devices along mesh axes, in a shard_map.
-
-    Attributes:
-      axes: the mesh axes that divide the length of the row.
-      devices: the number of devices along these axes.
-    """
+    """Moves halves of the parts of a row between the devices along mesh axes, in a shard_map."""
 
     axes: tuple[str, ...]
     devices: int

@@ -32,10 +32,6 @@ class WindowMask(splash_attention_mask.Mask):
     also asked for the values of each block, to find out whether any is true and whether all are,
     which takes a minute for 128k positions. `WindowMask` returns an array of only two values, which
     has the same answers.
-
-    Attributes:
-      window: the number of keys that a query sees, or None; see `Sight`.
-      length: the number of queries, and of keys.
     """
 
     window: int | None

@@ -170,14 +170,7 @@ class RestoreConfig:
 
 
 def check_renames(setting: str, renames: Renames) -> None:
-    """Checks that renames are pairs of a regular expression and a replacement.
-
-    Raises a ConfigError if they are not.
-
-    Args:
-      setting: the name of the setting, for the message.
-      renames: its value.
-    """
+    """Checks that renames are pairs of a regular expression and a replacement."""
     for i, pair in enumerate(renames):
         try:
             pattern, replacement = pair

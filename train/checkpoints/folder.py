@@ -46,12 +46,12 @@ class FailedSave(ConfigError):
 class Checkpoints(CheckpointReader):
     """The checkpoints of one run, in `<directory>/<step>`.
 
-    `texts` are the text files that are saved with each checkpoint, by name. They describe the run.
-
     Args:
-      directory: the folder of the checkpoints.
       config: when to save, and which checkpoints to keep.
       restore: the settings that name `directory`, if it belongs to another run.
+
+    Attributes:
+      texts: the text files that are saved with each checkpoint, by name. They describe the run.
     """
 
     def __init__(
@@ -115,14 +115,10 @@ class Checkpoints(CheckpointReader):
     # Saving.
 
     def is_due(self, step: int, *, ending: bool = False) -> bool:
-        """Whether a checkpoint is to be saved after this step.
+        """Whether a checkpoint is to be saved after this step, after which the run may be `ending`.
 
         All processes must call it after each step. If an earlier checkpoint is still being written,
         the settings decide whether this one is saved later, not at all, or now.
-
-        Args:
-          step: the step.
-          ending: whether the run ends after it.
         """
         if step in self._config.steps or (ending and self._config.at_end):
             return True
@@ -326,10 +322,7 @@ class Checkpoints(CheckpointReader):
 def find_surplus(
     steps: Collection[int], config: CheckpointConfig, scores: Mapping[int, float]
 ) -> list[int]:
-    """Finds the good steps that are no longer to be kept, in ascending order.
-
-    Steps without a score are not among the best.
-    """
+    """The good steps that are no longer to be kept. Steps without a score are never the best."""
     if config.keep is None:
         return []
     newest_first = sorted(steps, reverse=True)

@@ -60,18 +60,19 @@ def match_arrays(
 ) -> tuple[dict[str, Array], list[Difference]]:
     """Finds the stored array for each array of a state.
 
-    Returns the stored array of each array to restore, by the name of the latter, and what differs,
-    in the order of the names. Raises a ConfigError if a rename does not match any array, or names
-    one that does not exist.
-
     Args:
-      stored: the arrays of a checkpoint, or what is known about them, by name.
       wanted: the arrays of the state, by the names that the checkpoint would give them.
       restore: the settings; `renames`, `strict` and `initialize_missing` are used.
-      where: the checkpoint, for messages.
       parts: the beginnings of the names of the arrays to restore. Only these are compared.
       casts: whether floating-point dtypes may differ.
       adapt: changes the stored array for the wanted array of a name.
+
+    Returns:
+      The stored array of each array to restore, by the name of the latter, and what differs, in the
+      order of the names.
+
+    Raises:
+      ConfigError: if a rename does not match any array, or names one that does not exist.
     """
     sources = find_sources(wanted, restore.renames, restore.renames_setting, 'array of this run')
     used = {source for source in sources.values() if source is not None}
@@ -109,14 +110,10 @@ def match_arrays(
 def find_sources(
     names: Iterable[str], renames: Renames, setting: str | None, kind: str = 'array'
 ) -> dict[str, str | None]:
-    """The other name of each array, or None if the array is left out.
+    """The other name of each array, or None if the array is left out; see `RestoreConfig.renames`.
 
-    Raises a ConfigError if a pattern does not match any array.
-
-    Args:
-      renames: pairs of a regular expression and the other name; see `RestoreConfig`.
-      setting: the setting with the pairs. With None, a pattern need not match any array.
-      kind: what the names belong to, for the message.
+    Raises a ConfigError if a pattern does not match any array, unless `setting`, the setting with
+    the pairs, is None. `kind` is what the names belong to, for the message.
     """
     unused, sources = dict(enumerate(renames)), dict[str, str | None]()
     for name in names:
@@ -190,14 +187,12 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """What is known about a restore before any array is read.
+    """What is known about a restore before any array is read. Sizes are in bytes.
 
     Attributes:
-      num_arrays: the number of arrays to restore.
-      num_bytes: their size in the checkpoint without compression, in bytes.
-      process_bytes: the bytes that each process reads, by its index. A chunk that is read in part
-        counts as a whole.
-      differences: the arrays that differ between the checkpoint and the run.
+      num_bytes: the size of the arrays to restore, in the checkpoint without compression.
+      process_bytes: what each process reads, by its index. A chunk that is read in part counts as a
+        whole.
       problem: why the checkpoint cannot be restored, in one line, or None.
       is_verified: whether the checkpoint has a manifest, so that checksums are verified.
     """

@@ -104,15 +104,11 @@ def open_checkpoints(config: CheckpointConfig, model_dir: epath.Path) -> Checkpo
 def find_checkpoint(
     restore: RestoreConfig, say: Callable[[str], None] = lambda line: None
 ) -> tuple[epath.Path, int]:
-    """Finds the checkpoint that a run starts from.
+    """Finds the checkpoint that a run starts from: its folder of checkpoints, and its step.
 
-    It only reads files, and does not wait for other processes. Returns the folder of checkpoints,
-    and the step to restore. Raises a DamagedCheckpoint if the checkpoint that mode 'specific' names
-    is damaged, and a ConfigError if there is no such checkpoint, or it is incomplete.
-
-    Args:
-      restore: the settings that name it.
-      say: prints one line for each folder that mode 'latest' skips.
+    It only reads files, and does not wait for other processes. `say` prints one line for each
+    folder that mode 'latest' skips. Raises a DamagedCheckpoint if the checkpoint that mode
+    'specific' names is damaged, and a ConfigError if there is none, or it is incomplete.
     """
     path = as_path(restore.setting, restore.path)
     if is_weights(path):

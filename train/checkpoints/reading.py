@@ -56,10 +56,7 @@ class CheckpointReader(abc.ABC):
         return [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(abstract_state)]
 
     def arrays(self, step: int, wanted: Wanted) -> dict[str, StoredArray]:
-        """Opens the arrays of a checkpoint, by name.
-
-        `wanted` has the arrays of the run, by name.
-        """
+        """Opens the arrays of a checkpoint, by name, for the arrays of the run."""
         folder = self.path(step)
         if (folder / 'state').is_dir():
             return read_orbax(folder / 'state')
@@ -86,12 +83,7 @@ class CheckpointReader(abc.ABC):
 
     @abc.abstractmethod
     def newest_step(self, say: Callable[[str], None], below: int | None = None) -> int | None:
-        """Chooses the newest step that can be restored, or None if there is none.
-
-        Args:
-          say: prints what is skipped.
-          below: only older steps are considered.
-        """
+        """Chooses the newest step below another that can be restored, and says what is skipped."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -100,16 +92,11 @@ class CheckpointReader(abc.ABC):
     def preflight(
         self, step: int, abstract_state: Any, *, variables_only: bool = False
     ) -> Preflight:
-        """Compares a checkpoint with the state of a run. No array is read.
+        """Compares a checkpoint with the state of a run. No array is read. See `restore`.
 
         Raises a DamagedCheckpoint if a file that describes the checkpoint is damaged, and a
         ConfigError if a setting cannot be honoured. Differences between the arrays raise nothing;
         they are in the result.
-
-        Args:
-          step: the step of a saved checkpoint.
-          abstract_state: the arrays of the run, as in `restore`.
-          variables_only: as in `restore`.
         """
         state, parts = self._select(abstract_state, variables_only)
         by_name = self._by_name(state)
@@ -136,17 +123,16 @@ class CheckpointReader(abc.ABC):
     ) -> Any:
         """Restores the state of a step.
 
-        Raises a DamagedCheckpoint if its files cannot be read, or do not have the content that was
-        written. All processes raise it. Raises a ConfigError if the checkpoint has different
-        arrays, shapes or dtypes than the state.
-
         Args:
-          step: the step of a saved checkpoint.
           abstract_state: ShapeDtypeStructs with the shardings of the restored arrays.
           initialize: makes the arrays at some paths of the state that the checkpoint does not have,
             if the settings allow that.
           variables_only: whether only the step, the parameters and the other variables are
             restored. The result is then a TrainState whose `opt_state` is None.
+
+        Raises:
+          DamagedCheckpoint: on all processes, if its files cannot be read, or have changed.
+          ConfigError: if the checkpoint has different arrays, shapes or dtypes than the state.
         """
         state, parts = self._select(abstract_state, variables_only)
         flat, treedef = jax.tree_util.tree_flatten_with_path(state)

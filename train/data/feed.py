@@ -79,12 +79,8 @@ class FiniteBatches(LocalBatches):
     Batches have an additional array, 'row_weights', float32 [rows]: 0 for rows that fill up the
     last batch, and 1 for all others.
 
-    Args:
-      rows: the finite set, with random access.
-      batch_size, row_indices: as for `LocalBatches`.
-
-    Raises:
-      ConfigError: if there are no rows, or if `LocalBatches` raises it.
+    `rows` has random access. Raises a ConfigError if there are none, or if `LocalBatches` raises
+    it.
     """
 
     def __init__(self, rows: Sequence[Row], batch_size: int, row_indices: Sequence[int]):
@@ -177,11 +173,7 @@ class Feed:
         self.restart(first_step)
 
     def restart(self, first_step: int) -> None:
-        """Continues with the batch of another step.
-
-        Raises:
-          ConfigError: if the step is not an integer >= 0.
-        """
+        """Continues with the batch of another step. Raises a ConfigError if it is not one."""
         check_counts(minimum=self._starts_after, first_step=first_step)
         _close_all(self._iterators)
         self._error: Exception | None = None

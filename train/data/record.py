@@ -26,10 +26,8 @@ def data_record(
 ) -> dict[str, Any]:
     """Describes all that determines the training rows of each step and the evaluated rows, as JSON.
 
-    Args:
-      evaluations: the tasks whose held-out parts are evaluated, by name.
-      **settings: the settings that, together with the data, determine the rows and the random
-        numbers of a step.
+    `evaluations` are the tasks whose held-out parts are evaluated, by name. The other settings
+    determine, together with the data, the rows and the random numbers of a step.
     """
     return {
         'tokenizer': task.tokenizer_identity,
@@ -92,15 +90,8 @@ def check_same_as_before(directory: epath.Path, record: dict[str, Any], step: in
     """Checks that a resumed run reads the data that it began with.
 
     Raises a ConfigError if the documents, the tokenizer, the rows or the weights have changed, or
-    if the record of the run cannot be read.
-
-    Args:
-      record: the current record of its data.
-      step: the step from which the run resumes.
-
-    Returns:
-      One sentence for each changed setting. Such a change is allowed, but the run's later steps
-      see different rows.
+    if the record of the run cannot be read. Returns one sentence for each changed setting. Such a
+    change is allowed, but the run's later steps see different rows.
     """
     path = directory / FILE
     before = _read(path, lambda r: (_identity(r), _summary(r), {**r['settings']}))
@@ -131,11 +122,6 @@ def check_restored_tokenizer(
 
     Without a record next to the checkpoints, nothing is checked. Raises a ConfigError if the
     tokenizers differ, or if the record cannot be read.
-
-    Args:
-      checkpoints: the directory of checkpoints. The record of its run lies next to it.
-      tasks: the tasks to train or to evaluate on, by name.
-      setting: the setting that names the checkpoint, for the message.
     """
     path = record_of(checkpoints)
     if not path.exists():

@@ -153,10 +153,8 @@ def _best_continuations(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The best 2K continuations of the live beams of each row (C of them), best first.
 
-    Where a token is given, it is certain, and all others are impossible.
-
-    Returns:
-      Their log-probabilities, their last tokens, and the beams that they continue, each [B, C].
+    Where a token is given, it is certain, and all others are impossible. Returns their
+    log-probabilities, last tokens, and the beams that they continue, each [B, C].
     """
     batch, num_beams, vocab = log_probs_BKV.shape
     forced = jnp.where(jnp.arange(vocab) == given_B1[:, :, None], 0.0, NEGATIVE)

@@ -85,9 +85,7 @@ class Reference:
 class TaskExamples:
     """Held-out examples of one task, whose rows hold one example each.
 
-    Attributes:
-      numbers: the number of each of these examples among all that are held out.
-      tokenizer: decodes the targets.
+    `numbers` are the number of each of these examples among all that are held out.
     """
 
     part: Part
@@ -154,9 +152,7 @@ def iterate_outputs(
 
     Args:
       infer: the function (params, variables, batch, key) -> outputs of the rows of a batch.
-      state, batches: what it is called with.
       num_rows: the number of rows in all batches.
-      first: the number of the first batch.
     """
     if first >= len(batches):
         return

@@ -26,11 +26,6 @@ def import_modules(
     If one of them has no listed names, nothing is imported. The modules of another system are not
     imported unless the user allows them. Raises a ConfigError if an import is refused, with the
     flag that allows it, or if a module cannot be imported.
-
-    Args:
-      statements: the statements of all files and flags.
-      allow: additional packages that the user allows.
-      aliases: names of another system that the files may use.
     """
     listed = listed_names()
     for statement in filter(is_import, statements):
@@ -55,9 +50,6 @@ def check_names(
 
     Raises a ConfigError if a configurable, parameter, macro or scope is unknown, a macro has no
     value, values need each other in a circle, or a name is not on the list of names.
-
-    Args:
-      statements, allow, aliases: as in `import_modules`.
     """
     resolver = Resolver(statements, allow, aliases)
     used = {r.name for s in statements for r in s.references if r.is_macro}
@@ -159,9 +151,7 @@ def _check_expansion(last: _Last, resolver: Resolver) -> None:
 def _check_macros(last: _Last, unused: set[str]) -> None:
     """Checks that every macro in use has a value. One error names all that lack one.
 
-    Args:
-      last: what no later statement overrides.
-      unused: macros that no value contains. One of them may be a misspelling.
+    `unused` are macros that no value contains. One of them may be a misspelling.
     """
     missing: dict[str, Statement] = {}
     for statement in last.values():
@@ -204,7 +194,6 @@ def _check_scopes(
     enclosing scopes may therefore contain bindings of any configurable.
 
     Args:
-      statements: the statements of all files and flags.
       own_code: whether the user's own modules are imported. They may enter scopes too, so an unused
         scope is then an error only if its name is close to one that is used.
       known: scopes that need not be used.

@@ -38,12 +38,7 @@ def shortened(text: str, longest: int = _LONGEST_LINE) -> str:
 
 
 def read_text(path: epath.Path, place: str) -> str:
-    """The text of a gin file. Raises a ConfigError if it is not a file of text of at most 1 MiB.
-
-    Args:
-      path: a file, local or in a store.
-      place: what names the file, for messages.
-    """
+    """The text of a gin file. Raises a ConfigError if it is not a file of text of at most 1 MiB."""
     try:
         data = path.read_bytes() if is_remote(path) else _read_local(path, place)
         if len(data) > MOST_BYTES:

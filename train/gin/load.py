@@ -28,10 +28,6 @@ def check_types(statements: Sequence[Statement], resolver: Resolver) -> None:
 
     Only what the signature of a configurable says is compared. Raises a ConfigError if a value has
     another type than its parameter. It names the file and line, or the flag, of the value.
-
-    Args:
-      statements: the statements of all files and flags.
-      resolver: finds their configurables.
     """
     macros = {s.macro: s for s in statements if s.macro}
     last: dict[tuple[str, str, str], Statement] = {}
@@ -222,10 +218,6 @@ def find_model(text: str, aliases: Aliases = NO_ALIASES) -> Any:
 
     Returns the `config` of the model, or None if the file does not configure a model that has one.
     Raises a ConfigError if the file is invalid.
-
-    Args:
-      text: the text of the file, for example of a run's `config.gin`.
-      aliases: names of another system that it may use.
     """
     configure(parse(text, 'config.gin'), aliases=aliases)
     settings = gin.get_bindings('train.config.TrainConfig', resolve_references=False)

@@ -117,10 +117,6 @@ def follow_macros(statement: Statement, macros: Mapping[str, Statement]) -> Stat
     """The statement with the value of a setting that macros stand for, `%BATCH_SIZE`.
 
     It is the last one whose macro is known, also if macros refer to each other in a circle.
-
-    Args:
-      statement: the statement that sets it.
-      macros: the statements that set macros, by their names.
     """
     for _ in range(len(macros) + 1):
         value = statement.parsed.value
@@ -134,9 +130,6 @@ def read_statements(
     files: Sequence[str], bindings: Sequence[str] = (), search_paths: Sequence[str] = ()
 ) -> list[Statement]:
     """Returns the statements of files and flags in the order in which they take effect.
-
-    Args:
-      files, bindings, search_paths: as in `train.gin.load.load_config`.
 
     Raises:
       ConfigError: if a file is not found, cannot be parsed, or is beyond the limits of `limits.py`.
@@ -181,10 +174,6 @@ class _Reader:
 
         Raises a ConfigError if a file is not found, is not text, has a syntax error, includes
         itself, or is beyond the limits of `limits.py`.
-
-        Args:
-          place: what names the file, for messages.
-          includers: the paths of the files that include it.
         """
         path = self._find(file, place)
         if path in includers:

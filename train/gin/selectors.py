@@ -95,11 +95,6 @@ class Resolver:
     In a file with dynamic registration, the first part of a name is an import of the file. All
     other names are registered configurables, or end the full name of a configurable that
     an earlier file has named, or begin with a name that an earlier file has imported.
-
-    Args:
-      statements: the statements of all files and flags.
-      allow: additional packages that the user allows.
-      aliases: names of another system that the files may use.
     """
 
     def __init__(

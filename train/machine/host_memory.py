@@ -14,11 +14,6 @@ def check_batch_fits(batch_size: int, sequence_length: int, processes: int = 1) 
     """Checks that the tokens of a process's rows of a batch are smaller than its host's memory.
 
     Raises a ConfigError if they are larger.
-
-    Args:
-      batch_size: the rows of the global batch.
-      sequence_length: the tokens of a row.
-      processes: the number of processes among which the rows are divided.
     """
     needed = -(-batch_size // processes) * sequence_length * _TOKEN_BYTES
     memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')

@@ -33,10 +33,6 @@ def look_up(table_VD: jax.Array, tokens_BL: jax.Array) -> jax.Array:
     Over mesh axes that shard both the batch and the columns of the table, each device looks up its
     columns for the tokens of all shards. The results then move to the devices of their rows, which
     moves less than the table would. Compilers need to be told this order.
-
-    Args:
-      table_VD: [vocab, embed].
-      tokens_BL: int tokens, [batch, length].
     """
     mesh, rules = jax.sharding.get_abstract_mesh(), spmd.get_logical_axis_rules()
     if mesh.empty or not rules:

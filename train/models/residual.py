@@ -67,12 +67,7 @@ def gather_length(normed_BLD: jax.Array) -> jax.Array:
 
 
 def lay_out_projected(x_BLHN: jax.Array, heads: str) -> jax.Array:
-    """Lays out queries, keys or values, or their mixture, as their projections do.
-
-    Args:
-      x_BLHN: [batch, length, heads, head_dim].
-      heads: the logical axis of the heads.
-    """
+    """Lays out queries, keys or values, or their mixture, as their projections do."""
     return constrain(x_BLHN, ('batch', length_name('projection'), heads, 'kv'))
 
 

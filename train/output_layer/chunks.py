@@ -163,11 +163,8 @@ def differentiate_chunks(
     only; and the reduced gradient of the weights, in the dtype that `reduce` returns.
 
     Args:
-      c, x_BLD, w_DV, targets_BL: see `score_chunks`.
       log_z_BL: the logarithms of the normalizers over the whole vocabulary.
       logits_BLV: the logits that `score_chunks` returned, or None to compute them again.
-      cotangents: the cotangents of the scores.
-      first_token: the token of the first column.
       reduce: sums the weight gradient of a chunk over devices: [embed, chunk] to [part of embed,
         chunk].
     """

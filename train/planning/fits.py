@@ -225,8 +225,7 @@ def _exchanges_much(fit: Fit) -> bool:
 def forecast_fit(work: Workload, fit: Fit, **settings: Any) -> Fit:
     """Returns the same settings with a forecast, by default with the figures of the compiler.
 
-    Raises:
-      ConfigError, ValueError: if the settings are not possible on the machine.
+    Raises a ConfigError or ValueError if the settings are not possible on the machine.
     """
     if fit.candidate is None:
         return fit

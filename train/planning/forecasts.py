@@ -79,10 +79,8 @@ def plan_on(machine: Machine, make_config: Callable[[], TrainConfig]) -> Planned
     """Plans the train step of a run, and makes its settings for the machine.
 
     `make_config` makes the settings, such as `train.gin.find_config`. It finds the devices of the
-    machine in place of the devices of this computer.
-
-    Raises:
-      ConfigError, ValueError: if a setting cannot be honoured there.
+    machine in place of the devices of this computer. Raises a ConfigError or ValueError if a
+    setting cannot be honoured there.
     """
     with stand_in(machine):
         config = make_config()

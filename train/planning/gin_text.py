@@ -87,8 +87,7 @@ def write_pretraining(
 ) -> list[str]:
     """Returns the lines that follow `PRETRAIN` to train another model. Set TEXT, the data.
 
-    Args:
-      sequence_length: the number of tokens in a row; for an encoder and a decoder, of the inputs.
+    `sequence_length` is the number of tokens in a row; for an encoder and a decoder, of the inputs.
     """
     writes = _write_t5 if isinstance(model, T5Config) else _write_decoder
     return [

@@ -124,17 +124,14 @@ def stand_in(machine: Machine) -> Iterator[None]:
 def move_to(config: TrainConfig, machine: Machine, **changes: Any) -> TrainConfig:
     """Returns the settings of a run on another machine, without its evaluations.
 
-    An axis of size -1 takes the devices that the other axes leave. The settings are checked
-    once, with all changes.
+    An axis of size -1 takes the devices that the other axes leave. The settings are checked once,
+    with all changes. Raises a NotInstalledError if the compiler that describes the machine is not
+    installed, and a ConfigError or ValueError if the mesh, the state or the batch cannot be divided
+    there, or if the partitioner does not say how its mesh was made.
 
     Args:
       machine: the machine, which replaces the machine of the mesh.
       **changes: other settings to change, such as `num_microbatches`.
-
-    Raises:
-      NotInstalledError: if the compiler that describes the machine is not installed.
-      ConfigError, ValueError: if the mesh, the state or the batch cannot be divided there, or if
-        the partitioner does not say how its mesh was made.
     """
     partitioner = changes.pop('partitioner', config.partitioner)
     source, with_mesh = partitioner.mesh_source, getattr(partitioner, 'with_mesh', None)

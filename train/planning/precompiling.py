@@ -37,11 +37,7 @@ SIZES = {
 
 
 class CompiledStep(NamedTuple):
-    """The compiled train step of a run.
-
-    Attributes:
-      costs: what it costs on each device.
-    """
+    """The compiled train step of a run. `costs` are what it costs on each device."""
 
     run: Run
     step: PartitionedCallable
@@ -53,11 +49,8 @@ class CompiledStep(NamedTuple):
 def compile_step(config: TrainConfig) -> CompiledStep:
     """Compiles the train step of a run, also for a described mesh.
 
-    No array is created, and nothing is written.
-
-    Raises:
-      ConfigError, ValueError: if a setting cannot be honoured, or if the devices have too little
-        memory.
+    No array is created, and nothing is written. Raises a ConfigError or ValueError if a setting
+    cannot be honoured, or if the devices have too little memory.
     """
     run = prepare(config)
     report_run(run)

@@ -76,11 +76,7 @@ def choices_for(chip: str) -> Choices:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Space:
-    """The candidates of a search.
-
-    Attributes:
-      dropped: the number of the others, by reason.
-    """
+    """The candidates of a search. `dropped` is the number of the others, by reason."""
 
     candidates: tuple[Candidate, ...]
     dropped: Mapping[str, int]
@@ -89,8 +85,7 @@ class Space:
 def list_space(run: RunSizes, choices: Choices | None = None) -> Space:
     """Lists the candidates for a run, in a fixed order.
 
-    Args:
-      choices: the values of each setting, by default `Choices()`.
+    `choices` are the values of each setting, by default `Choices()`.
     """
     choices = choices or Choices()
     layouts = list(_list_layouts(run)) if choices.layouts is None else choices.layouts

@@ -67,9 +67,7 @@ def hold_folder(
     """Holds a folder in a context. All processes of a run enter it together; process 0 holds it.
 
     Raises a FolderInUse if another run holds it, and a ConfigError if it cannot be written.
-
-    Args:
-      folder: the folder. It is created if it does not exist, and removed if it stays empty.
+    `folder` is the folder. It is created if it does not exist, and removed if it stays empty.
 
     Yields:
       What says whether the folder is still held, or None in processes other than 0.

@@ -68,7 +68,6 @@ class RunConsole:
     `console` is where to print, by default standard output.
 
     Attributes:
-      is_terminal: whether the output goes to a terminal.
       seconds: the duration of each phase, by its title.
       activity: what the run does at the moment, for its watchdog.
     """
@@ -103,10 +102,8 @@ class RunConsole:
     def phase(self, title: str, *, together: bool = True) -> Iterator[None]:
         """Runs a phase of a run and measures its time. A terminal shows a spinner.
 
-        Args:
-          title: what the phase does, such as 'compiling the train step'.
-          together: whether the phase fails on all processes if it fails on one. All of them must
-            then enter it together, and its body must not wait for other processes.
+        `together` says whether the phase fails on all processes if it fails on one. All of them
+        must then enter it together, and its body must not wait for other processes.
         """
         started = time.perf_counter()
         busy: Any = contextlib.nullcontext()
@@ -126,8 +123,7 @@ class RunConsole:
     def tokenizing(self) -> Iterator[Callable[[str, int, int], None]]:
         """Shows a progress bar for each token index that is built, and a line at the end.
 
-        Yields:
-          The function to call with the progress: (name of the source, bytes done, bytes in total).
+        Yields the function to call with (name of the source, bytes done, bytes in total).
         """
         started, names = time.perf_counter(), dict[str, TaskID]()
         progress = self._make_bar(TaskProgressColumn())
@@ -168,12 +164,7 @@ class RunConsole:
 
     @contextlib.contextmanager
     def counting(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Shows a progress bar on a terminal. Yields the function to call with the number so far.
-
-        Args:
-          title: what is done, such as 'predict my_task'.
-          total: the number to reach.
-        """
+        """Shows a progress bar on a terminal. Yields what to call with the number so far."""
         progress = self._make_bar(MofNCompleteColumn())
         counted = progress.add_task(title, total=total)
         before, self._progress = self._progress, self._progress or progress
@@ -213,10 +204,7 @@ class RunConsole:
         self.say(f'step {step}: {name}: {text}', style='bold')
 
     def files(self, files: Mapping[str, Any]) -> None:
-        """Prints the paths of the run's files that exist.
-
-        `files` are the paths, by what they contain.
-        """
+        """Prints the paths of the run's files that exist, by what they contain."""
         self.heading('files')
         width = max(map(len, files), default=0)
         for content, path in files.items():

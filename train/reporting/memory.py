@@ -30,12 +30,7 @@ def check_fits(
     """Checks that every device has the memory for the state, and for the step if it is compiled.
 
     Raises a ConfigError if the memory does not suffice, with the nearest mesh where it does.
-
-    Args:
-      plan: the plan of the state.
-      partitioner: the partitioner that made the plan.
-      compiled: the compiled train step, whose memory includes the state.
-      limit: the memory of a device in bytes, by default the memory of the devices of the mesh.
+    `limit` is the memory of a device in bytes, by default the memory of the devices of the mesh.
     """
     mesh, state = partitioner.mesh, plan.bytes_per_device
     if limit is None and not isinstance(mesh, AbstractMesh):

@@ -37,10 +37,7 @@ class StartClock:
         self._imports = now - self._began
 
     def report(self, phases: Mapping[str, float]) -> tuple[str, dict[str, float]]:
-        """Returns the time until now as a line, and as metrics.
-
-        `phases` are the seconds of each phase of the start, in their order.
-        """
+        """Returns the time until now, and the seconds of each phase, as a line and as metrics."""
         total = time.perf_counter() - self._began
         parts = {'imports': self._imports, **phases}
         rest = total - sum(parts.values())
@@ -74,9 +71,6 @@ class Meter:
 
     Args:
       batch: the ShapeDtypeStructs of a training batch, each [batch, ...].
-      devices: the devices of the mesh.
-      total_steps: the last step of the run.
-      step: the step at which the measurement starts.
       flops: the FLOPs of the model in one step, or None if they are not known.
     """
 
@@ -103,9 +97,7 @@ class Meter:
     def read(self, step: int, waited: float) -> dict[str, float]:
         """Returns the metrics of the steps since the last call.
 
-        Args:
-          step: the newest finished step.
-          waited: the time that all steps have waited for their batches, in seconds.
+        `step` is the newest finished one; all steps have waited for batches for `waited` seconds.
         """
         now = time.perf_counter()
         elapsed = max(now - self._time, 1e-9)
@@ -162,12 +154,7 @@ def format_figures(metrics: Mapping[str, float]) -> str:
 
 
 class Profiler:
-    """Traces a range of steps. If the run ends inside the range, `close` ends the trace.
-
-    Args:
-      directory: the folder of the trace.
-      steps: the first and the last step to trace, or None.
-    """
+    """Traces a range of steps. If the run ends inside the range, `close` ends the trace."""
 
     def __init__(self, directory: Any, steps: Sequence[int] | None):
         self._directory, self._steps, self._tracing = directory, steps, False

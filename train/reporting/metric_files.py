@@ -96,7 +96,6 @@ class EventFile:
     that dies, for example because the disk is full, the queue to it blocks the run for ever.
 
     Args:
-      user: what needs the package tensorboardX, for the message if it is not installed.
       suffix: the end of the name of the file. Names contain the time in seconds, so writers that
         begin in the same second need different ones.
       purge_step: TensorBoard hides events of this step and later ones in older files. None hides

@@ -71,10 +71,7 @@ def mesh_table(mesh: Mesh) -> Table:
 
 
 def describe_data(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields a line for each part of the training data.
-
-    `parts` are the parts, as `OpenTask.record` describes them.
-    """
+    """Yields a line for each part of the training data, as `OpenTask.record` describes it."""
     for part in parts:
         unit = 'example' if part['rows'].get('task') == 'Examples' else 'document'
         share = '' if len(parts) == 1 else f'{part["source"]} ({part["weight"]:.1%} of the rows): '
@@ -134,10 +131,7 @@ _WORTH_A_LINE = 0.01
 
 
 def describe_audit(audit: Audit, memory: int | None = None) -> Iterator[str]:
-    """Yields lines on the bytes of the state per device, and how far they exceed an even split.
-
-    `memory` is the memory of a device in bytes, if it is known.
-    """
+    """Yields lines on the bytes of the state per device, and how far they exceed an even split."""
     roles = ', '.join(f'{role} {bytes_str(size)}' for role, size in audit.by_role.items())
     above = audit.replicated_bytes_per_device
     even = audit.bytes_per_device - above

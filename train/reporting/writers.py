@@ -40,7 +40,6 @@ class Writers:
     Args:
       on_failure: 'stop' raises an error if a writer fails. 'continue' says so, once until the
         writer works again.
-      say: prints a line.
     """
 
     def __init__(
@@ -93,9 +92,7 @@ class Writers:
     ) -> None:
         """Calls a method of every writer, and raises the first new error if the policy says so.
 
-        Args:
-          done: what the method does with the metrics, for messages.
-          together: whether all processes call it, so that all of them raise the error.
+        `together` says whether all processes call it, so that all of them raise the error.
         """
         first: OSError | None = None
         for i, writer in enumerate(self._writers):
@@ -129,14 +126,8 @@ def open_writers(
 ) -> Writers:
     """Creates the metric writers of a run on process 0, and none on other processes.
 
-    Args:
-      writers: classes of writers, or functions that create one.
-      resumed_step: the step that the run resumes from, or 0.
-      on_failure: what is done if a writer fails later; see `Writers`.
-      say: prints a line.
-
-    Raises:
-      ConfigError: if a writer cannot be created, whatever the policy: nothing has been trained yet.
+    `writers` are classes of writers, or functions that create one. Raises a ConfigError if one
+    cannot be created, whatever the policy: nothing has been trained yet.
     """
     opened = list[MetricWriter]()
     for create in writers if jax.process_index() == 0 else ():

@@ -144,12 +144,7 @@ class _Walk:
 
 
 def read_settings(folder: epath.Path, config_file: epath.Path) -> dict[str, str]:
-    """The settings with which a run was last started, or nothing if they are unknown.
-
-    Args:
-      folder: the folder of the run.
-      config_file: its configuration by gin, which may not exist.
-    """
+    """The settings with which a run was last started, or nothing if they are unknown."""
     try:
         if config_file.exists():
             return parse_settings(config_file.read_text())
@@ -169,10 +164,6 @@ def write_settings(folder: epath.Path, settings: Mapping[str, str]) -> None:
 
 def describe_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Says which settings of a run changed, and which of them matter to the result.
-
-    Args:
-      before: the settings when the run was last started.
-      now: the settings with which it resumes.
 
     Returns:
       A line for each setting, those that change the result first, under a heading; or nothing.
@@ -197,9 +188,7 @@ def describe_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[
 def effect_of(name: str, settings: Mapping[str, str]) -> Effect:
     """What a change of a setting does to the result.
 
-    Args:
-      name: the setting, such as `optax.adamw.b1`, `TrainConfig.task.source` or a macro.
-      settings: all settings with their values, which say what a macro is used for.
+    `name` is the setting, such as `optax.adamw.b1`, `TrainConfig.task.source` or a macro.
     """
     parts = name.rpartition('/')[2].split('.')
     if len(parts) == 1:

@@ -72,10 +72,6 @@ def restore_for_evaluation(run: Run, restore: RestoreConfig | None = None) -> Tr
 
     The parameters are their averages, if the run keeps these and evaluates them. Raises a
     ConfigError if there is no checkpoint, or if it belongs to another model or tokenizer.
-
-    Args:
-      run: the run whose plan lays out the arrays.
-      restore: the checkpoint, by default the newest one of the run.
     """
     saved: CheckpointReader
     with run.console.phase('looking for checkpoints'):

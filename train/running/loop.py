@@ -27,10 +27,6 @@ class Due(NamedTuple):
     """What a run does after a step.
 
     Attributes:
-      evaluators: the evaluators that run, by name.
-      other_evaluators: all other evaluators, by name.
-      saving: whether the state is saved.
-      writing: whether the training metrics are written.
       reading: whether the host waits for the training metrics and reads them.
       stopping: whether a signal ends the run after this step. This saves the state as well, but
         writes no more metrics, so a resumed run has the same metrics as a run without signals.
@@ -173,12 +169,7 @@ def evaluate_until_signal(
 def make_interruption(
     run: Run, saved: Checkpoints, step: int, pending: Sequence[str]
 ) -> Interrupted:
-    """Waits for the last save, and returns the error with which a run ends after a signal.
-
-    Args:
-      step: the last finished step.
-      pending: the names of the evaluators that have not finished at this step.
-    """
+    """Waits for the last save, and returns the error with which a run ends after a signal."""
     number, by, newest = signals.received(), handling.receiver, find_newest(saved)
     assert number is not None
     when = f'after step {step} of {run.config.total_steps}'

@@ -46,10 +46,7 @@ from train.reporting.reports import (
 class PlannedRun:
     """A configuration with the layout of its state and of its batches: all that its steps need.
 
-    Attributes:
-      batch: the ShapeDtypeStructs of a training batch, each [batch, ...].
-      key: the key of the initial parameters.
-      step_key: the key of the random numbers of the steps.
+    `batch` is the ShapeDtypeStructs of a training batch, each [batch, ...].
     """
 
     config: TrainConfig
@@ -118,10 +115,8 @@ class Run(PlannedRun):
 def prepare(config: TrainConfig, console: RunConsole | None = None) -> Run:
     """Opens the data of a run, and decides the layout of its state. No array is created.
 
-    `console` prints its progress, by default on standard output.
-
-    Raises:
-      ConfigError, ValueError: if the data cannot be read, or a setting cannot be honoured.
+    `console` prints its progress, by default on standard output. Raises a ConfigError or ValueError
+    if the data cannot be read, or a setting cannot be honoured.
     """
     console, partitioner = console or RunConsole(), config.partitioner
     console.heading(describe_devices(partitioner.mesh))
@@ -166,10 +161,8 @@ def prepare(config: TrainConfig, console: RunConsole | None = None) -> Run:
 def plan_run(config: TrainConfig, row: Row) -> PlannedRun:
     """Decides the layout of the state and of the batches of a run. No array is created.
 
-    `row` is a row of its training data, or any row with the same arrays.
-
-    Raises:
-      ConfigError, ValueError: if the objective is malformed, or the rules do not fit the state.
+    `row` is a row of its training data, or any row with the same arrays. Raises a ConfigError or
+    ValueError if the objective is malformed, or the rules do not fit the state.
     """
     partitioner = config.partitioner
     batch = abstract_batch(row, config.batch_size, partitioner)
@@ -203,10 +196,7 @@ def plan_run(config: TrainConfig, row: Row) -> PlannedRun:
 
 
 def initialize_some(run: Run, paths: Collection[str]) -> dict[str, jax.Array]:
-    """Makes some of the arrays of a new run, each in its shards.
-
-    `paths` are the paths of the arrays in the state.
-    """
+    """Makes the arrays of a new run at some paths of its state, each in its shards."""
 
     def select(state: Any) -> dict[str, Any]:
         leaves = jax.tree_util.tree_leaves_with_path(state)

@@ -35,7 +35,6 @@ class Start(NamedTuple):
       restored: the step of the checkpoint to restore, or None if the run starts from scratch. It
         can differ from `step` if the settings leave out the step of the checkpoint.
       pending: the names of the evaluators that a signal has kept from finishing at this step.
-      scores: the scores of those that had finished, by name.
       data_after: the step after which the data begins with its first row.
     """
 
@@ -154,12 +153,9 @@ def roll_back(
 ) -> tuple[TrainState, int]:
     """Restores a checkpoint of a run, as the state after a later step.
 
-    The optimizer's own count of updates stays as it was saved. Returns the state, and the step of
-    its checkpoint, which is an earlier one if the newest is damaged.
-
-    Args:
-      newest: the step of the checkpoint.
-      step: the step number of the state. The batches of the steps in between are passed over.
+    The optimizer's own count of updates stays as it was saved, and the batches of the steps in
+    between are passed over. Returns the state, and the step of its checkpoint, which is an earlier
+    one if the newest is damaged.
     """
     state, start = restore_state(run, saved, Start(step, saved, newest))
     assert state is not None and start.restored is not None
@@ -188,11 +184,8 @@ def write_run_files(run: Run, data_after: int = 0, *, resumes: bool = False) -> 
     """Creates the folder of a run, and writes its configuration, layout and data record.
 
     Returns the files that each checkpoint contains, too, by name. Other processes than 0 need none.
-    Raises a ConfigError if the folder cannot be written.
-
-    Args:
-      data_after: the step after which its data begins.
-      resumes: whether the run goes on from its own checkpoint. It then says which settings changed.
+    If the run resumes, it says which settings changed. Raises a ConfigError if the folder cannot be
+    written.
     """
     folder, plan = run.directory, run.plan
     with (

@@ -39,7 +39,6 @@ def make_train_step(
     """Returns the function (state, batch) -> (state, metrics) that does one update.
 
     Args:
-      objective: what the step minimizes.
       key: the key of the random numbers of the model. Step n uses fold_in(key, n), so a resumed
         run repeats them.
       num_microbatches: the number of parts of a batch. Their gradients are computed one after
@@ -131,9 +130,7 @@ def _sum_over_microbatches(
 
     Args:
       gradients: the function (part, key, variables) -> (gradients, loss).
-      parts: the batch, with the number of the part as its first dimension.
       rng: part n uses fold_in(rng, n).
-      variables: the variables of the model before the first part.
     """
 
     def add(carry: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:

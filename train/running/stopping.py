@@ -134,10 +134,6 @@ def describe_not_finite(
 
     Only the norms of trees are looked at, because a step computes them anyway. A norm that
     overflows counts as infinite.
-
-    Args:
-      parameter_norm: the norm of the new parameters.
-      state: the new TrainState. Its optimizer state and its variables are read.
     """
     parts = (
         loss,
@@ -159,10 +155,7 @@ def _zero_if_finite(tree: Any) -> jax.Array:
 
 
 class NotFinite(NamedTuple):
-    """A step after which something is not finite.
-
-    `parts` are the parts that are not finite, such as 'the loss'.
-    """
+    """A step after which something is not finite, and the parts that are not, as 'the loss'."""
 
     step: int
     parts: tuple[str, ...]
@@ -189,11 +182,7 @@ class Found(NamedTuple):
 class Health:
     """The steps that the host has not looked at, and what a run does if one is not finite.
 
-    Args:
-      policy: what a run does then; see `TrainConfig.not_finite`.
-      max_skips: the number of steps in a row that may be skipped.
-      max_roll_backs: how often a run may go back to the same checkpoint.
-      first_step: the step that the run starts from.
+    `TrainConfig` describes the policy and its limits.
     """
 
     def __init__(
@@ -234,10 +223,6 @@ class Health:
 
         Raises a FloatingPointError if the policy does not go back, or if the run cannot. Its
         message says what is not finite, and what to do.
-
-        Args:
-          bad: the step that is not finite.
-          newest: the step of the newest good checkpoint, or None.
         """
         times = self._gone_back_to.count(newest) if newest is not None else 0
         if (

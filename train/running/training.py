@@ -154,10 +154,8 @@ class Loop:
     """The training loop.
 
     Attributes:
-      step: the last step that has begun.
       clock: measures how long the run takes to start.
       held: the folder of the run, in process 0.
-      reason: why the run ends early, or None.
     """
 
     run: Run

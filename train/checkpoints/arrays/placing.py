@@ -40,12 +40,7 @@ MIN_EXCHANGED_BYTES = 2**16
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A part of a shard that is read at once.
-
-    Attributes:
-      bounds: the first index and the end along each dimension of the array.
-      readers: the processes that read it.
-    """
+    """A part of a shard that is read at once, by its bounds in the array, and who reads it."""
 
     bounds: Bounds
     readers: tuple[int, ...]
@@ -67,7 +62,6 @@ class Share:
     """A shard of an array, and how it is read.
 
     Attributes:
-      bounds: the first index and the end along each dimension of the array.
       holders: the processes whose devices hold it, in ascending order.
       pieces: its pieces, which do not overlap.
     """
@@ -91,12 +85,8 @@ def find_shares(array: StoredArray, struct: jax.ShapeDtypeStruct, number: int) -
     """Divides the reading of an array among processes.
 
     A shard that devices of several processes hold is cut into pieces, and each of these processes
-    reads some of them. `exchanges` says which shards are divided.
-
-    Args:
-      struct: the shape, the dtype and the sharding that the array is restored to.
-      number: the number of the array in the checkpoint, so that single pieces of successive arrays
-        have different readers.
+    reads some of them, if `exchanges` says so. `struct` has the sharding that the array is restored
+    to. By the `number` of the array, single pieces of successive arrays have different readers.
     """
     shares = []
     for bounds, holders in _holders(struct.sharding, struct.shape):
@@ -139,11 +129,8 @@ def _holders(
 def split(shard: Bounds, chunk: tuple[int, ...] | None, itemsize: int) -> list[Bounds]:
     """Cuts a shard into pieces of about `PIECE_BYTES`, in the order of their values in memory.
 
-    Args:
-      shard: the first index and the end along each dimension of the array.
-      chunk: the shape of the stored chunks, which are not cut further than the shard cuts them.
-        None if they do not matter.
-      itemsize: the size of a value, in bytes.
+    Stored chunks, whose shape is `chunk` if they matter, are not cut further than the shard cuts
+    them. `itemsize` is the size of a value, in bytes.
     """
     step = list(chunk) if chunk is not None else [1] * len(shard)
     size = math.prod(step) * itemsize
@@ -174,7 +161,6 @@ class _Reading(NamedTuple):
     """An array that is being read.
 
     Attributes:
-      struct: its shape, dtype and sharding.
       buffers: the host memory of each shard of this process.
       exchanged: whether processes read parts of the same shards, and exchange them.
       pieces: the futures of the pieces that this process reads.
@@ -194,17 +180,13 @@ class _Reading(NamedTuple):
 def read_all(
     stored: Mapping[str, StoredArray], wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-    """Reads arrays onto their devices. All processes must call it together.
+    """Reads arrays, by name, onto their devices. All processes must call it together.
 
     Each process reads the pieces of its own shards. A shard that several processes hold is read
     once by all of them together; their devices exchange its pieces. Large arrays come first: their
-    copies need the most memory, and later there is less of it. Raises an UnreadableArrayError on
-    the processes that cannot read a file. It is raised after all exchanges, because other processes
-    wait for those.
-
-    Args:
-      stored: the arrays to read, by name.
-      wanted: their shapes, dtypes, to which values are converted, and shardings.
+    copies need the most memory, and later there is less of it. Values are converted to the wanted
+    dtypes. Raises an UnreadableArrayError on the processes that cannot read a file, after all
+    exchanges, because other processes wait for those.
     """
     order = by_size(stored)
     reading, arrays = deque[_Reading](), dict[str, jax.Array]()

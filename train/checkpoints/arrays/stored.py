@@ -188,10 +188,7 @@ def repeat_first(array: StoredArray, count: int) -> StoredArray:
 
 
 def bounds_of(index: Any, shape: tuple[int, ...]) -> Bounds:
-    """The first index and the end along each dimension of a slice.
-
-    `index` is a slice, a tuple of slices for the first dimensions, or `...` for everything.
-    """
+    """The bounds of a slice, of slices of the first dimensions, or of `...` for everything."""
     given = tuple(i for i in (index if isinstance(index, tuple) else (index,)) if i is not ...)
     full = (*given, *[slice(None)] * (len(shape) - len(given)))
     bounds = [i.indices(size) for i, size in zip(full, shape, strict=True)]
@@ -216,14 +213,10 @@ def open_stores(
     check: Callable[[str, Any, Bounds], None] | None = None,
     read_file: Callable[[str, Any, Bounds, np.ndarray], bool] | None = None,
 ) -> dict[str, StoredArray]:
-    """Opens arrays, all at the same time.
+    """Opens arrays, all at the same time, by their TensorStore specifications.
 
-    Raises a ValueError if an array is missing or damaged. TensorStore raises it.
-
-    Args:
-      specs: the TensorStore specification of each array, by its name.
-      check: checks the files of a slice, given the name of the array, the store and the slice.
-      read_file: reads a slice that is one file into an array, given the same and the array.
+    `check` checks the files of a slice, and `read_file` reads a slice that is one file into an
+    array; see `StoreReader`. Raises TensorStore's ValueError if an array is missing or damaged.
     """
     import tensorstore as ts
 
@@ -292,11 +285,10 @@ def piece_shape(array: StoredArray) -> tuple[int, ...]:
 
 
 def chunk_shape(array: StoredArray, max_bytes: int) -> tuple[int, ...]:
-    """The shape of the chunks in which the pieces of an array are written.
+    """The shape of the chunks in which the pieces of an array are written, of at most `max_bytes`.
 
-    A chunk is a part of one piece, so it is written once. It has at most `max_bytes`, unless the
-    sizes of the chunks that are read have only large factors. `max_bytes` is the size of the
-    largest chunk.
+    A chunk is a part of one piece, so it is written once. It is larger if the sizes of the chunks
+    that are read have only large factors.
     """
     piece = piece_shape(array)
     chunk = list(piece)

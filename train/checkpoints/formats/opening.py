@@ -31,9 +31,7 @@ STEP_NAME = re.compile(r'(?:checkpoint_)?(0|[1-9]\d*)')
 class Place(NamedTuple):
     """Where a checkpoint is, and who can read it.
 
-    Attributes:
-      path: its folder or file.
-      items: the folders of arrays below `path` if Orbax wrote them; '' is `path` itself.
+    `items` are the folders of arrays below `path` if Orbax wrote them; '' is `path` itself.
     """
 
     path: epath.Path
@@ -52,7 +50,6 @@ class Checkpoint:
     """One checkpoint of any format. Only its metadata has been read.
 
     Attributes:
-      place: where it is.
       arrays: its arrays by their names in the file. If Orbax wrote several items, a name begins
         with its item.
       tree: the tree that Orbax saved, with names in the place of arrays, or None without Orbax.
@@ -99,8 +96,7 @@ def open_checkpoint(place: Place) -> Checkpoint:
 def find_place(path: epath.Path) -> Place | None:
     """Finds out which checkpoint is at a path, or returns None if there is none.
 
-    A folder with several checkpoints, such as the folder of a run, is not a checkpoint itself; see
-    `list_steps`.
+    A folder with several checkpoints, such as the folder of a run, is not one; see `list_steps`.
     """
     if not path.is_dir():
         return _find_file(path)
@@ -146,10 +142,7 @@ def _format_of_state(path: epath.Path) -> Format:
 
 
 def list_steps(folder: epath.Path) -> list[FoundStep]:
-    """The steps in the folder of a run, or in a folder of checkpoints, in ascending order.
-
-    Folders that a save has left unfinished are among them. `folder` may have none.
-    """
+    """The steps in the folder of a run, or of checkpoints, ascending, unfinished ones included."""
     found = list[FoundStep]()
     for directory, prefix in ((folder / 'checkpoints', ''), (folder, ''), (folder, 'checkpoint_')):
         steps, others = find_steps(directory, prefix)
@@ -187,11 +180,8 @@ def examine_place(place: Place) -> FoundStep:
 def choose_place(path: epath.Path, step: int | None = None) -> tuple[Place, list[str]]:
     """Chooses the checkpoint that a path names, and says which newer steps are not complete.
 
-    Raises a ConfigError if there is none.
-
-    Args:
-      path: a checkpoint, the folder of a run, or a folder of checkpoints.
-      step: the step to choose, by default the newest that is complete.
+    `path` is a checkpoint, or a folder with several, of which the newest complete one is chosen by
+    default. Raises a ConfigError if there is none.
     """
     if not path.exists():
         raise ConfigError(f'{path} does not exist')

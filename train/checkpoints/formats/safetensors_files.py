@@ -48,10 +48,7 @@ PICKLED = ('.bin', '.pt', '.pth', '.ckpt')
 
 
 class Place(NamedTuple):
-    """The position of an array in a file, with its dtype and shape.
-
-    `offset` is the position of its first byte in the file.
-    """
+    """The position of an array in a file, in bytes, with its dtype and shape."""
 
     file: epath.Path
     dtype: np.dtype
@@ -67,20 +64,11 @@ def has_safetensors(path: epath.Path) -> bool:
 
 
 def open_safetensors(path: Any) -> dict[str, StoredArray]:
-    """Opens the arrays of a safetensors file, or of a folder of them.
+    """Opens the arrays of a safetensors file, or of a folder of them, by name.
 
-    Usage:
-      arrays = open_safetensors('Llama-3.2-1B')
-      arrays['model.norm.weight'].read()
-
-    `path` is a file, or a folder that contains an index and its files, or `model.safetensors`, or a
-    single file of any name. Paths are local, gs:// or s3://.
-
-    Returns:
-      The arrays by name. A slice is read from its file when it is needed.
-
-    Raises:
-      ConfigError: if there are no such files, or one of them is missing or malformed.
+    A folder contains an index and its files, or `model.safetensors`, or a single file of any name.
+    Paths are local, gs:// or s3://. A slice is read from its file when it is needed. Raises a
+    ConfigError if there are no such files, or one of them is missing or malformed.
     """
     places = list_places(as_path('the path of safetensors', path))
     return {name: as_stored(place) for name, place in places.items()}

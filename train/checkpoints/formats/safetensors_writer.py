@@ -35,12 +35,9 @@ def write_safetensors(
     report: Callable[[int], None] = lambda size: None,
     **options: Any,
 ) -> None:
-    """Writes arrays into a folder, one after another.
+    """Writes arrays by name into a folder, which may not exist yet, one after another.
 
-    Args:
-      folder: the folder, which may not exist yet.
-      arrays: the arrays by name. Each is read when it is its turn.
-      report: receives the size of each array that has been written, in bytes.
+    `report` receives the size of each array that has been written, in bytes.
     """
     with SafetensorsWriter(folder, arrays, **options) as writer:
         for name, array in arrays.items():

@@ -35,20 +35,12 @@ STATISTICS = ('m', 'v', 'v_col', 'v_row')
 
 
 def read_arrays(path: Any) -> Arrays:
-    """Opens a T5X checkpoint of either format.
+    """Opens the arrays of a T5X checkpoint of either format by name, such as 'target/encoder/...'.
 
-    Usage:
-      arrays = read_arrays('runs/t5/checkpoint_1000')
-      arrays['target/encoder/encoder_norm/scale'].read()
-
-    `path` is the folder `checkpoint_<step>`, or the one file of an old checkpoint.
-
-    Returns:
-      The arrays by name. Parameters are below 'target/', the state of the optimizer is below
-      'state/param_states/', and the step is 'state/step'. Values are read when they are needed.
-
-    Raises:
-      ConfigError: if there is no T5X checkpoint, or it is damaged.
+    `path` is the folder `checkpoint_<step>`, or the one file of an old checkpoint. Parameters are
+    below 'target/', the state of the optimizer is below 'state/param_states/', and the step is
+    'state/step'. Values are read when they are needed. Raises a ConfigError if there is no T5X
+    checkpoint, or it is damaged.
     """
     folder = as_path('the path of a T5X checkpoint', path)
     kind = t5x_format(folder)

@@ -52,14 +52,7 @@ def check_can_write(directory: epath.Path) -> None:
 
 
 class LegacyWriter:
-    """Writes the steps of one folder, each of them in the background.
-
-    It has the methods of `train.checkpoints.orbax.writer.StepWriter`.
-
-    Args:
-      directory: the folder of the steps.
-      prefix: the beginning of the names of steps.
-    """
+    """Writes the steps of one folder in the background. It has the methods of `StepWriter`."""
 
     def __init__(self, directory: epath.Path, prefix: str):
         check_can_write(directory)
@@ -74,10 +67,7 @@ class LegacyWriter:
         texts: Mapping[str, Mapping[str, str]],
         dtype: Callable[[str, Any], Any],
     ) -> None:
-        """Starts to write a step, when the arrays have been copied to the host.
-
-        It takes the arguments of `StepWriter.start`. Items without texts are left out.
-        """
+        """Starts to write a step, as `StepWriter.start`. Items without texts are left out."""
         wait_for_devices(tree)
         named = traverse_util.flatten_dict(tree, sep='/')
         chunks = {name: _chunk_shape(x) for name, x in named.items()}

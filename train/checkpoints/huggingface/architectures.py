@@ -98,14 +98,11 @@ ModelConfig = TransformerConfig | T5Config
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """One architecture.
+    """One architecture: its class in transformers, and our model with the same arrays.
 
     Attributes:
-      class_name: the class in transformers.
       read: the settings of our model from `config.json`.
       write: makes the settings in `config.json` from the settings of our model.
-      table: the names of its arrays.
-      kind: the type of the settings of our model.
     """
 
     class_name: str

@@ -17,12 +17,7 @@ MAX_BYTES = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class ConfigJson:
-    """The settings of a model.
-
-    Attributes:
-      values: the settings by name, such as 'hidden_size'.
-      where: the file, for messages.
-    """
+    """The settings of a model by name, such as 'hidden_size'. `where` is the file, for messages."""
 
     values: Mapping[str, Any]
     where: str

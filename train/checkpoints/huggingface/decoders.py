@@ -265,10 +265,8 @@ def _qwen_windows(c: ConfigJson) -> Settings:
 def read_windows(c: ConfigJson, window: int | None, is_local: Callable[[int], bool]) -> Settings:
     """The window of local layers, and which layers are local.
 
-    Args:
-      c: the configuration. Its layer_types count, if it has them.
-      window: the number of positions that a token sees in local layers, or None.
-      is_local: whether a layer is local if there are no layer_types.
+    `is_local` says whether a layer is local if the configuration has no layer_types. `window` is
+    the number of positions that a token sees in local layers, or None.
     """
     count = c.need('num_hidden_layers')
     kinds: Sequence[str] = c.get(

@@ -80,11 +80,9 @@ def open_parameters(
 ) -> dict[str, StoredArray]:
     """Opens the weights of a model under our names. What `wanted` does not have keeps its name.
 
-    Raises a ConfigError if the model is not one that can be computed here, or a file is malformed.
-
-    Args:
-      wanted: our arrays by name, if they have other forms than in the model that
-        `load_huggingface_model` returns, such as separate layers.
+    `wanted` are our arrays, if they have other forms than in the model that
+    `load_huggingface_model` returns, such as separate layers. Raises a ConfigError if the model
+    is not one that can be computed here, or a file is malformed.
     """
     config = read_config(folder)
     model = model_config(config)

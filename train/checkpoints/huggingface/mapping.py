@@ -35,7 +35,6 @@ class Pair:
     """One of our arrays, and the arrays of a model with its values.
 
     Attributes:
-      row: the row of the table.
       theirs: the name in the files, or the names for each layer if ours has all layers.
       stacked: whether our first dimension is the layer.
     """
@@ -99,16 +98,12 @@ def as_ours(
 ) -> dict[str, StoredArray]:
     """Opens the arrays of a model under our names and in our shapes.
 
-    Returns our arrays, without those that the model does not have. An array of the model that is
-    not one of ours keeps its name. Raises a ConfigError if an array has another shape than ours
-    needs, or if the model has only some layers of one of ours.
-
-    Args:
-      places: the arrays of the files, by name.
-      wanted: our arrays by name. Their shapes tell how to divide joined dimensions. The vocabulary
-        may be larger than the vocabulary of the model; its last rows are then zeros.
-      where: the model, for messages.
-      is_tied: whether the output layer is the embedding, so that one in the files is not read.
+    The shapes of `wanted` tell how to divide joined dimensions. Its vocabulary may be larger than
+    the vocabulary of the model; its last rows are then zeros. With `is_tied`, the output layer is
+    the embedding, and one in the files is not read. Returns our arrays, without those that the
+    model does not have. An array of the model that is not one of ours keeps its name. Raises a
+    ConfigError if an array has another shape than ours needs, or if the model has only some layers
+    of one of ours.
     """
     has_prefix = any(name.startswith(table.prefix) for name in places)
     found, used = dict[str, StoredArray](), set[str]()
@@ -186,11 +181,7 @@ def _read_layer(row: Row, place: Place, sizes: Sizes, bounds: Bounds, out: np.nd
 
 
 class Target(NamedTuple):
-    """An array of a model, to be written.
-
-    Attributes:
-      parts: our arrays with its values, and the layer of those that have all layers.
-    """
+    """An array of a model, to be written. Its parts are arrays of ours, or a layer of them."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -202,8 +193,8 @@ def find_targets(
 ) -> dict[str, Target]:
     """Lists the arrays of a model that our parameters become, by name.
 
-    `vocab_size` is the vocabulary of the model, which may be smaller than ours. Raises a
-    ConfigError if the table does not have one of our parameters, or another rank of it.
+    The vocabulary of the model may be smaller than ours. Raises a ConfigError if the table does not
+    have one of our parameters, or another rank of it.
     """
     pairs = find_pairs(table, ours)
     if unknown := [n for n in ours if n.startswith(PARAMS) and n not in pairs]:

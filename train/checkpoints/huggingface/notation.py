@@ -26,12 +26,7 @@ Sizes = Mapping[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A dimension of an array that is joined from others.
-
-    Attributes:
-      letters: the dimensions that are joined.
-      part: which of the equal parts these are, from 0.
-    """
+    """A dimension of an array that is joined from others: one of equal parts, numbered from 0."""
 
     letters: tuple[str, ...]
     part: int = 0
@@ -121,14 +116,7 @@ def to_ours(values: np.ndarray, ours: str, theirs: str, found: Sequence[Region])
 
 
 def write_part(out: np.ndarray, values: np.ndarray, ours: str, theirs: str) -> None:
-    """Writes one of our arrays to its part of another one.
-
-    Args:
-      out: the array with `theirs` as its dimensions, all parts of it.
-      values: the array with `ours` as its dimensions.
-      ours: single letters.
-      theirs: the same letters in another order, joined.
-    """
+    """Writes one of our arrays to its part of another one, whose dimensions are joined."""
     order = [letters_of(ours).index(letter) for letter in letters_of(theirs)]
     groups, sizes = parse(theirs), dict(zip(letters_of(ours), values.shape, strict=True))
     index = []

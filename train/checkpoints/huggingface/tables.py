@@ -52,10 +52,7 @@ class Table:
     ignored_if_tied: tuple[str, ...] = (r'lm_head\.weight',)
 
     def ignores(self, name: str, *, is_tied: bool) -> bool:
-        """Whether the array of this name is not a weight, or is a copy of another one.
-
-        If `is_tied`, the output layer is the embedding.
-        """
+        """Whether an array is not a weight, or a copy, as the output layer is if `is_tied`."""
         patterns = self.ignored + (self.ignored_if_tied if is_tied else ())
         return any(re.fullmatch(pattern, name) for pattern in patterns)
 

@@ -43,13 +43,9 @@ COPIED = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedModel:
-    """The folder that is to be written for a model.
+    """The folder that is to be written for a model: how our parameters become its arrays.
 
-    Attributes:
-      arrays: our parameters by name.
-      targets: the arrays to write, and how ours become them.
-      settings: the content of `config.json`.
-      max_file_bytes: the size from which another file is begun.
+    `settings` are the content of `config.json`; `files` are copied.
     """
 
     arrays: Mapping[str, StoredArray]
@@ -60,9 +56,9 @@ class PlannedModel:
     max_file_bytes: int = MAX_FILE_BYTES
 
     def write(self, folder: epath.Path, report: Callable[[int], None] = lambda size: None) -> None:
-        """Writes a local folder. The arrays of one fused matrix are in memory at the same time.
+        """Writes a local folder, and reports the bytes of each of our arrays when it is written.
 
-        `report` receives the size of each of our arrays after it has been written, in bytes.
+        The arrays of one fused matrix are in memory at the same time.
         """
         writer = SafetensorsWriter(
             folder,

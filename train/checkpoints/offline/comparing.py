@@ -41,15 +41,9 @@ def compare(
     *,
     values: bool = True,
 ) -> Iterator[ArrayDifference]:
-    """Compares the arrays of two checkpoints.
+    """Compares the arrays of two checkpoints, by name. Yields each that differs, in their order.
 
-    Args:
-      first, second: the arrays of each, by name.
-      report: receives the number of bytes of every piece that has been compared.
-      values: whether values are compared, too.
-
-    Yields:
-      Each array that differs, in the order of the first checkpoint.
+    `report` receives the number of bytes of every piece whose `values` have been compared.
     """
     for name, array in first.items():
         other = second.get(name)
@@ -78,10 +72,9 @@ def _show(array: StoredArray) -> str:
 def _compare_values(
     first: StoredArray, second: StoredArray, report: Callable[[int], None]
 ) -> tuple[float, float, int] | None:
-    """The largest differences of two arrays of the same shape and dtype, or None if all are equal.
+    """The largest absolute and relative difference of two arrays, and the number of other bits.
 
-    Returns:
-      The largest absolute and relative difference, and the number of values with different bits.
+    None if all values are equal. Both arrays have the same shape and dtype.
     """
     absolute, relative, count = [0.0], [0.0], 0
     for index in split(first):

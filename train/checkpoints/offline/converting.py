@@ -34,11 +34,10 @@ from train.paths import is_remote
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """A planned conversion: what will be written, and where.
+    """A planned conversion: what will be written, and where, to a folder that does not exist yet.
 
     Attributes:
-      folder: the folder or the step that is written. It does not exist yet.
-      tree: the tree of their names for Orbax.
+      tree: the tree of the names of arrays for Orbax.
       lost: what the source has and the result does not, one entry for each kind of thing.
       model: the Hugging Face model that is written, if that is the format.
     """
@@ -73,13 +72,10 @@ def plan_conversion(
     Args:
       to: where to: the folder of a run for 'meshwright' and 't5x', to which a step is added, or
         the new folder of that step; a new folder for the others.
-      renames: pairs of a regular expression, which must match a whole name, and the new name, such
-        as ('params/model/(.*)', 'params/\\1'). The names are in the new format; the first
-        pair that matches counts. An empty new name leaves the array out.
+      renames: as in `RestoreConfig`, but of names in the new format. An empty new name leaves the
+        array out.
       dtype: the dtype of floating-point parameters, by default their own.
-      model: for 'huggingface', the settings of the model whose parameters the source has.
-      like: for 'huggingface', in place of `model`, the folder of the model from which the run has
-        started; see `plan_model`.
+      model, like: for 'huggingface'; see `plan_model`.
 
     Raises:
       ConfigError: if the result exists, or the format cannot have the arrays.
@@ -221,12 +217,8 @@ def _find_lost(source: Checkpoint, format: Format) -> list[str]:
 def write(conversion: Conversion, report: Callable[[int], None]) -> None:
     """Writes the result of a conversion. Few of its arrays are in memory at a time.
 
-    Raises a ConfigError if the source is damaged, or the result cannot be written. What has been
-    written is removed.
-
-    Args:
-      conversion: what to write.
-      report: receives the number of bytes of every piece that has been written.
+    `report` receives the bytes of every piece that has been written. Raises a ConfigError if the
+    source is damaged, or the result cannot be written. What has been written is removed.
     """
     try:
         if conversion.format == 'safetensors':

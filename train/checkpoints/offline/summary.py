@@ -34,14 +34,8 @@ ROLES: tuple[Role, ...] = ('parameters', 'optimizer', 'other')
 class StepSummary:
     """What is known about a step of a run without opening its arrays. Sizes are in bytes.
 
-    Attributes:
-      path: its folder or file.
-      format: its format, or '' if it has no arrays.
-      step: its step, or None if nothing says it.
-      status: 'good' or another status of `FoundStep`.
-      reason: why it is not good.
-      bytes_on_disk: their size.
-      pending: the names of evaluations of this step that a signal has interrupted.
+    `format` is '' if it has no arrays, and `status` is as in `FoundStep`. The evaluations that a
+    signal has interrupted are pending.
     """
 
     path: str
@@ -59,11 +53,8 @@ class Summary(StepSummary):
     """What is in one checkpoint, in addition to what is known about its step.
 
     Attributes:
-      num_parameters: the number of elements of all parameters.
-      bytes_by_role: the size of the arrays of each role in memory.
-      bytes_by_dtype: the size of the arrays of each dtype in memory.
+      bytes_by_role, bytes_by_dtype: the sizes of its arrays in memory.
       versions: the versions of the packages that wrote it, as far as it says them.
-      other_content: its files and folders next to the arrays.
       arrays: its arrays in groups, or each of those that were asked for.
     """
 
@@ -77,11 +68,9 @@ class Summary(StepSummary):
 
 
 def summarize(checkpoint: Checkpoint, pattern: str | None = None) -> Summary:
-    """Summarizes one checkpoint.
+    """Summarizes one checkpoint, with its arrays in groups, or each that contains a pattern.
 
-    `pattern` is a regular expression; each array whose name contains it is listed. By default, all
-    arrays are listed in groups. Raises a ConfigError if the pattern is not valid, or no name
-    contains it.
+    Raises a ConfigError if the regular expression is not valid, or no name contains it.
     """
     place, arrays = checkpoint.place, checkpoint.arrays
     record = if_intact(read_record, place.path)
@@ -120,7 +109,7 @@ def _list_arrays(arrays: Mapping[str, StoredArray], pattern: str) -> list[ArrayG
 
 
 def summarize_step(found: FoundStep, place: Place | None = None) -> StepSummary:
-    """Summarizes a step of a run. `place` is its arrays, which are looked for by default."""
+    """Summarizes a step of a run. Its arrays are looked for, unless their place is known."""
     place, path = place or find_place(found.path), found.path
     record = if_intact(read_record, path)
     sizes = find_files(path) if path.is_dir() else {path.name: path.stat().length}
@@ -151,12 +140,9 @@ class ArrayGroup:
     """Arrays whose names differ only in numbers, and which have the same shape and dtype.
 
     The arrays of an optimizer are in one group for each thing that it keeps of all parameters.
-
-    Attributes:
-      name: their name, with the numbers as ranges, such as 'params/layers_[0-11]/mlp/wi/kernel', or
-        with '*' for the name of a parameter, such as 'opt_state/0/mu/*'.
-      shape: the shape of each, or None if they differ.
-      nbytes: the size of all of them, in bytes.
+    `nbytes` is the size of all of them, and `shape` the shape of each, or None if they differ.
+    Numbers in the name are ranges, as in 'params/layers_[0-11]/mlp/wi/kernel', and '*' stands for
+    the name of a parameter, as in 'opt_state/0/mu/*'.
     """
 
     name: str

@@ -29,15 +29,12 @@ def write_arrays(
     report: Callable[[int], None],
     texts: Mapping[str, Mapping[str, str]] | None = None,
 ) -> None:
-    """Writes a tree of stored arrays into a new folder, which is there as a whole or not.
+    """Writes a tree of stored arrays, and None, into a new folder, as a whole or not at all.
 
-    Raises exceptions of many types, if a source cannot be read or the folder cannot be written.
-
-    Args:
-      tree: dicts and lists of stored arrays, and None.
-      report: receives the number of bytes of every piece that has been written.
-      texts: the items of the checkpoint that are folders of texts. The arrays are then the item
-        'state'. By default, the folder itself has the arrays, as with ocp.StandardCheckpointer.
+    `report` receives the number of bytes of every piece that has been written. `texts` are the
+    items of the checkpoint that are folders of texts. The arrays are then the item 'state'. By
+    default, the folder itself has the arrays, as with ocp.StandardCheckpointer. Raises exceptions
+    of many types, if a source cannot be read or the folder cannot be written.
     """
     if str(folder).startswith('s3://'):
         support_s3()

@@ -25,13 +25,10 @@ _DESCRIPTIONS = {'zarr': '.zarray', 'zarr3': 'zarr.json'}
 def read_orbax(folder: epath.Path) -> dict[str, StoredArray]:
     """Opens the arrays of a folder of Orbax by name: their keys in the saved tree, joined by '/'.
 
-    If the step has a manifest, every file is checked against it before it is read. `folder` is the
-    folder of one item, such as `<step>/state`.
-
-    Raises:
-      DamagedCheckpoint: if a file does not have the content that was written. Reading the arrays
-        raises it, too.
-      Exception: if files are missing or damaged. TensorStore and json raise many types.
+    `folder` is the folder of one item, such as `<step>/state`. If the step has a manifest, every
+    file is checked against it before it is read. Raises a DamagedCheckpoint, also when the arrays
+    are read, if a file does not have the content that was written, and exceptions of TensorStore
+    and json if files are missing or damaged.
     """
     checked = open_checked(folder.parent)
     if checked is not None:

@@ -137,10 +137,8 @@ def _waiting_for_process_0() -> contextlib.AbstractContextManager[None]:
 class StepWriter:
     """Writes the steps of one folder, each of them in the background.
 
-    Args:
-      prefix: the beginning of the names of steps.
-      texts: the names of the items that are folders of text files.
-      use_ocdbt: whether all arrays share one database, as in T5X, or have a folder each.
+    `texts` names the items that are folders of text files. With `use_ocdbt`, all arrays share one
+    database, as in T5X; otherwise they have a folder each.
     """
 
     def __init__(self, directory: epath.Path, prefix: str, texts: Collection[str], use_ocdbt: bool):
@@ -176,11 +174,8 @@ class StepWriter:
     ) -> None:
         """Starts to write a step, when the arrays have been copied to the host.
 
-        Args:
-          step: the step, whose folder does not exist.
-          texts: the files of each item that is a folder of text files.
-          dtype: returns the dtype in which an array is written, or None if it is its own, given the
-            path of the array in the tree and the array.
+        `texts` are the files of each item that is a folder of text files. `dtype` returns the dtype
+        in which an array is written, or None for its own, given its path in the tree and the array.
         """
 
         def save_args(path: Any, array: Any) -> ocp.SaveArgs:

@@ -79,14 +79,10 @@ def _is_committed(folder: epath.Path) -> bool:
 
 
 def find_steps(directory: epath.Path, prefix: str = '') -> tuple[dict[int, epath.Path], list[str]]:
-    """Finds the folders of a directory whose names are steps.
+    """The path of each step in a directory, ascending, and other names that look like checkpoints.
 
-    Returns the path of each step, in ascending order, and the other names that look like
-    checkpoints: all if there is no prefix, and those that begin with it otherwise.
-
-    Args:
-      directory: the folder of checkpoints. It need not exist.
-      prefix: the beginning of the names, such as 'checkpoint_'.
+    The latter are all names if there is no prefix such as 'checkpoint_', and those that begin with
+    it otherwise. The directory need not exist.
     """
     steps, others = dict[int, epath.Path](), list[str]()
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
@@ -136,14 +132,14 @@ def newest_step(
 ) -> int | None:
     """Chooses the newest good step by looking at files only, or None if no save was completed.
 
-    Raises a ConfigError if a step without a manifest is newer than all good ones, or if there is no
-    good step left although there were some.
-
     Args:
       say: receives one line for each folder that is skipped.
-      prefix: the beginning of the names of steps.
       below: only smaller steps are considered, because this one turned out to be damaged.
       needs_manifest: whether a step without a manifest is an error. It is accepted otherwise.
+
+    Raises:
+      ConfigError: if a step without a manifest is newer than all good ones, or if there is no good
+        step left although there were some.
     """
     steps, others = find_steps(directory, prefix)
     for name in others if below is None else ():
@@ -222,12 +218,8 @@ def make_room(
 ) -> bool:
     """Removes what an earlier save of a step has left, and returns whether the step is complete.
 
-    Raises a FileExistsError if something else is in the place of the step.
-
-    Args:
-      path: the folder of the step, which need not exist.
-      needs_manifest: whether only a step with a manifest is taken for a complete one.
-      is_damaged: whether the content of the step is known to be damaged, whatever its sizes.
+    With `needs_manifest`, only a step with a manifest is complete. If it `is_damaged`, its content
+    is, whatever its sizes. Raises a FileExistsError if something else is in the place of the step.
     """
     if path.exists():
         found = examine(path, step)

@@ -31,8 +31,6 @@ class StepRecord:
       step: the last finished step.
       previous: the newest good step when the save began, or None if there was none.
       pending: the names of evaluations of this step that a signal has interrupted.
-      scores: the metrics and scores of the step, by name.
-      versions: the versions of the packages that wrote it.
       texts: the files that describe the run, by name: 'config.gin', 'plan.json', 'data.json'.
     """
 

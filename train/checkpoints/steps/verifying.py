@@ -75,10 +75,9 @@ def check_content(
     record: FileRecord,
     read: Callable[[epath.Path], FileRecord] = record_file,
 ) -> None:
-    """Checks one file against its checksum.
+    """Checks one file against its checksum; `read` returns its size and checksum.
 
-    `read` reads the file and returns its size and checksum. Raises a DamagedCheckpoint if the file
-    cannot be read, or has another size or content.
+    Raises a DamagedCheckpoint if the file cannot be read, or has another size or content.
     """
     try:
         found = read(folder / name)
@@ -92,10 +91,7 @@ def check_content(
 
 
 class CheckedFiles:
-    """The files of a saved step. Several threads may check them at the same time.
-
-    `manifest` is what has been written into it.
-    """
+    """The files of a saved step. Several threads may check them at the same time."""
 
     def __init__(self, folder: epath.Path, manifest: Manifest):
         self.folder, self.manifest = folder, manifest
@@ -105,10 +101,9 @@ class CheckedFiles:
         """Checks files of the step, except those that another thread has begun to check.
 
         It returns when all of them are checked. Afterwards, a local file is in the page cache, so
-        reading it right away does not wait for the disk. `names` are the paths of the files below
-        the folder. Chunks that were never written, because they have only the fill value, are not
-        in the manifest and need no check. Raises a DamagedCheckpoint if a file does not have the
-        content that was written.
+        reading it right away does not wait for the disk. Chunks that were never written, because
+        they have only the fill value, are not in the manifest and need no check. Raises a
+        DamagedCheckpoint if a file does not have the content that was written.
         """
         checks = []
         for name in names:
@@ -128,16 +123,12 @@ class CheckedFiles:
             check.result()
 
     def read_into(self, name: str, out: np.ndarray) -> bool:
-        """Reads a local file into an array that has its size, and checks the values on the way.
+        """Reads a local file into a contiguous array, and checks the values on the way.
 
-        The file is read once and past the page cache if the array begins and ends with a page. That
-        is about twice as fast as checking a file and then reading it. Returns whether it has been
-        read. Otherwise, the file is not known, has another size than the array, or is in a store of
-        objects. Raises a DamagedCheckpoint if the file does not have the content that was written.
-
-        Args:
-          name: the path of the file below the folder.
-          out: a contiguous array.
+        The file is read once and past the page cache if the array begins and ends with a page.
+        That is about twice as fast as checking a file and then reading it. Returns whether it has
+        been read. Otherwise, the file is not known, has another size than the array, or is in a
+        store of objects. Raises a DamagedCheckpoint if the file has changed since it was written.
         """
         record = self.manifest.files.get(name)
         if record is None or record.size != out.nbytes or is_remote(self.folder):
@@ -197,7 +188,6 @@ class Verified:
       found: where it is, and what its names and sizes say.
       status: 'good' if all files have the content that was written; see `FoundStep`.
       reasons: why it is not good, one line for each damaged file.
-      num_files: the number of files that were read.
     """
 
     found: FoundStep
@@ -214,12 +204,7 @@ def size_to_read(found: FoundStep) -> int:
 
 
 def verify(found: FoundStep, report: Callable[[int], None] = lambda size: None) -> Verified:
-    """Reads all files of a checkpoint, and compares them with its manifest.
-
-    Args:
-      found: the checkpoint, with what its names and sizes say.
-      report: receives the size of every file that has been read, in bytes.
-    """
+    """Reads all files of a checkpoint, and compares them with its manifest; reports their bytes."""
     manifest = if_intact(read_manifest, found.path)
     if manifest is None:
         reasons = [found.reason] if found.status == 'damaged' else []

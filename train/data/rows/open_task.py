@@ -27,10 +27,8 @@ BASELINE_TOKENS = 4 << 20
 class Rows:
     """Rows with random access: examples, and a function that makes a row of each.
 
-    Attributes:
-      examples: a sequence of examples.
-      make_row: makes a row from an example and a random generator. With None, the examples are
-        already rows.
+    `make_row` makes a row from an example and a random generator. With None, the examples are
+    already rows.
     """
 
     examples: Any
@@ -141,12 +139,7 @@ class OpenTask(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class OpenText(OpenTask):
-    """A task on text whose token indices are built.
-
-    Attributes:
-      tokenizer: the tokenizer of all its text.
-      parts: its parts, one per source.
-    """
+    """A task on text whose token indices are built."""
 
     tokenizer: Tokenizer
     parts: Sequence[Part]

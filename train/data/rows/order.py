@@ -28,11 +28,9 @@ def shuffle(rows: Any, seed: int) -> grain.MapDataset:
 
 
 def mix(datasets: Sequence[Any], weights: Sequence[float]) -> grain.MapDataset:
-    """Endless rows of several datasets. The first n rows follow the weights closely, for every n.
+    """Endless rows of endless datasets. The first n rows follow the weights closely, for every n.
 
-    Args:
-      datasets: endless rows.
-      weights: the share of each dataset; the shares add up to 1.
+    The weights are the share of each dataset, and add up to 1.
     """
     source: Any = datasets[-1]
     total = weights[-1]

@@ -78,10 +78,6 @@ class SplitRows:
 
     Rows follow each other without gaps, across the ends of documents. The last row is filled up
     with separators of weight 0.
-
-    Attributes:
-      length: the number of targets in a row.
-      separator: the token that fills up the last row.
     """
 
     stream: Stream
@@ -114,8 +110,6 @@ class PackedRows:
     and `decoder_positions` count from 0.
 
     Attributes:
-      length: the number of targets in a row.
-      separator: the token that pads rows.
       starts: int64 [pieces], where each piece begins in the stream, in the order of the rows.
       lengths: int64 [pieces], the number of targets of each piece.
       first_pieces: int64 [rows + 1], the first piece of each row.
@@ -196,12 +190,8 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Assigns items to bins: the longest items first, each to the fullest bin that has room.
 
     Items of the same length are placed together, so the time hardly grows with their number.
-
-    Args:
-      lengths: int [items], each from 1 to `capacity`.
-
-    Returns:
-      int64 [items], the bin of each item. Bins are numbered from 0 in the order of their opening.
+    `lengths` has integers [items] from 1 to `capacity`. Returns the bin of each item, int64
+    [items], numbered from 0 in the order of their opening.
     """
     bins = np.empty(len(lengths), np.int64)
     order = np.argsort(-lengths, kind='stable')

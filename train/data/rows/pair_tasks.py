@@ -72,11 +72,7 @@ def adapt(
 ) -> Any:
     """Changes how inputs and targets become rows, in every part of a mixture.
 
-    Args:
-      task: the task. Tasks without inputs and targets stay as they are.
-      architecture: the kind of model that reads the rows. None keeps it.
-      pack: whether a row may hold several examples. None keeps it.
-      cut: whether longer texts are cut to the lengths of rows. None keeps it.
+    Tasks without inputs and targets stay as they are. None keeps what a task has.
     """
     given = {'architecture': architecture, 'pack': pack, 'cut': cut}
 

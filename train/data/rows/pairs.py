@@ -22,12 +22,7 @@ _NOTHING = np.zeros(0, np.int32)
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Examples of inputs and targets: the documents with the same number belong together.
-
-    Attributes:
-      inputs: the inputs, or None if examples have only targets.
-      targets: the targets, or None if examples have only inputs.
-    """
+    """Examples of inputs and targets, one of which may be None; equal numbers belong together."""
 
     inputs: Stream | None
     targets: Stream | None
@@ -115,7 +110,6 @@ class PairRows:
     """Rows of one example, or of several that are packed into a row.
 
     Attributes:
-      endings: how inputs and targets are cut.
       make_row: makes a row from examples whose tokens fit.
       first_examples: int64 [rows + 1], the first example of each row. With None, each example is a
         row.
@@ -143,10 +137,7 @@ class PairRows:
 class EncoderDecoderRow:
     """Makes a row of an encoder and a decoder, [inputs] and [targets].
 
-    Attributes:
-      inputs: the number of encoder tokens in a row.
-      targets: the number of decoder tokens in a row.
-      packed: whether a row describes its segments: ids 1, 2, ... and positions from 0.
+    `packed` says whether a row describes its segments: ids 1, 2, ... and positions from 0.
     """
 
     inputs: int
@@ -181,11 +172,8 @@ class PrefixRow:
     """Makes a row of a decoder: the inputs of each example, then its targets.
 
     The loss counts targets only. `decoder_causal_attention` is 1 on the inputs and one place more:
-    these tokens may see each other. Without inputs, a row has no such array.
-
-    Attributes:
-      length: the number of tokens in a row.
-      packed: whether a row describes its segments: ids 1, 2, ... and positions from 0.
+    these tokens may see each other. Without inputs, a row has no such array. `packed` says whether
+    a row describes its segments: ids 1, 2, ... and positions from 0.
     """
 
     length: int

@@ -62,9 +62,6 @@ class Task(abc.ABC):
     def blank_row(self, length: Lengths = None) -> Row:
         """A row of zeros, with the arrays of the rows of this task. No data is opened.
 
-        Args:
-          length: as for `open`.
-
         Raises:
           ConfigError: if only the data says how long rows are, or which arrays they have.
         """

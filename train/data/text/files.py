@@ -62,14 +62,9 @@ def find_files(
 ) -> tuple[File, ...]:
     """The files that match, sorted by name.
 
-    Args:
-      pattern: a glob, or a list of globs; `**` matches any number of directories.
-      exclude: a file is left out if its path contains any of these strings.
-      root: the directory that relative patterns start at; '' is the current directory.
-      most: the number of files after which each pattern ends, by default none.
-
-    Raises:
-      ConfigError: if an argument is malformed, a pattern matches no file, or a file cannot be read.
+    The arguments are those of `FileSource`. Each pattern ends after `most` files, by default never.
+    Raises a ConfigError if an argument is malformed, a pattern matches no file, or a file cannot be
+    read.
     """
     patterns, exclude = _as_list('pattern', pattern), _as_list('exclude', exclude)
     if not patterns:
@@ -149,17 +144,9 @@ def open_file(
 ) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Opens a file, and decompresses it if its name ends in .gz, .zst, .bz2 or .xz.
 
-    Raises a ConfigError if the file cannot be read or decompressed, or exceeds a limit.
-
-    Args:
-      max_bytes: a compressed file with more bytes is refused. By default, it may have 1 GiB, or
-        100 times its compressed size if that is more.
-      max_window_bytes: the memory that a decompressor may take for what it has read before. It
-        matters for .zst files of `zstd --long`, and for .xz files.
-
-    Yields:
-      The stream of decompressed bytes, and the raw file. The position in the raw file tells how
-      much of it has been read.
+    Yields the stream of decompressed bytes, and the raw file, whose position tells how much of it
+    has been read. `FileSource` describes the limits. Raises a ConfigError if the file cannot be
+    read or decompressed, or exceeds one.
     """
     compression = COMPRESSIONS.get(os.path.splitext(file.name)[1])
     # Other errors belong to the body of the context.

@@ -176,14 +176,8 @@ def parquet_batch_size(
 ) -> int:
     """The number of rows of a Parquet file that can be decompressed at once.
 
-    Raises a ConfigError if a row group or a dictionary is too large.
-
-    Args:
-      metadata: the metadata of the file, of pyarrow.
-      stream: the file.
-      file: the file, for messages.
-      max_decompressed: the greatest number of bytes of the column in one row group. By default,
-        it is GROUP_BYTES, or 100 times the compressed bytes if that is more.
+    By default, the column in one row group may have GROUP_BYTES, or 100 times the compressed bytes
+    if that is more. Raises a ConfigError if a row group or a dictionary is too large.
     """
     largest = 1
     for group in range(metadata.num_row_groups):

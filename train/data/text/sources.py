@@ -101,11 +101,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def listing(self) -> Listing:
-        """Lists the documents.
-
-        Raises:
-          ConfigError: if there is nothing to read.
-        """
+        """Lists the documents. Raises a ConfigError if there is nothing to read."""
 
     def select(self, field: str | int) -> Source:
         """The same records, with another field as the text.

@@ -39,7 +39,6 @@ class VerifiedBlocks:
     Threads may share it: at worst, two of them verify the same block.
 
     Args:
-      path: the file, for the message.
       checksums: uint64 [blocks], the checksum of each block when the file was written.
     """
 
@@ -133,12 +132,7 @@ class Stream:
 
 
 class StreamWriter:
-    """Writes a stream, document by document.
-
-    Args:
-      path: the path of its files, without their suffixes.
-      tokenizer: the tokenizer that makes the tokens.
-    """
+    """Writes a stream, document by document, to files with this path and their suffixes."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer):
         self._path = path
@@ -154,13 +148,9 @@ class StreamWriter:
     def add(self, place: str, tokens: np.ndarray, num_bytes: int) -> None:
         """Adds a document.
 
-        Raises a ConfigError if a token is outside the tokenizer's vocabulary, or the files cannot
-        be written.
-
-        Args:
-          place: where the document is, for messages.
-          tokens: int [tokens], its tokens without separators.
-          num_bytes: its size in bytes.
+        `place` is where it is, for messages; `tokens` are int [tokens] without separators. Raises a
+        ConfigError if a token is outside the tokenizer's vocabulary, or the files cannot be
+        written.
         """
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._num_tokens:
             worst = tokens.min() if tokens.min() < 0 else tokens.max()
@@ -210,9 +200,8 @@ class StreamWriter:
 def open_stream(path: Path, about: dict[str, Any]) -> Stream:
     """Maps the files of a stream into memory.
 
-    Raises:
-      OSError, ValueError, KeyError, EOFError: if a file is missing or differs from what
-        `StreamWriter.finish` described.
+    Raises an OSError, ValueError, KeyError or EOFError if a file is missing or differs from what
+    `StreamWriter.finish` described.
     """
     tokens = np.memmap(path.with_suffix('.tokens'), about['dtype'], mode='r')
     arrays = {}

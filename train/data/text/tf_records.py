@@ -80,10 +80,8 @@ class TfRecords(FileSource):
 def parse_example(record: bytes) -> Iterator[tuple[str, list[bytes]]]:
     """Yields the features of a serialized `tf.train.Example`: names and lists of byte strings.
 
-    Features with numbers have empty lists.
-
-    Raises:
-      ValueError, IndexError: if the record is malformed.
+    Features with numbers have empty lists. Raises a ValueError or IndexError if the record is
+    malformed.
     """
     for features in _fields(record, _FEATURES):
         for entry in _fields(features, _ENTRY):

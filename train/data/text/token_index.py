@@ -67,10 +67,7 @@ def open_index(
     index and the others wait.
 
     Args:
-      source: the documents.
-      tokenizer: turns them into tokens.
       cache_dir: the directory where indices are stored; by default `default_cache_dir()`.
-      progress: a callback that reports the progress of building.
 
     Raises:
       ConfigError: if the source or the tokenizer cannot be read, the source has no bytes, or the

@@ -42,7 +42,6 @@ class Mlps:
       into_hidden: one array of kernels for each activation, [E, M, F].
       out: the kernels of the output, [E, F, M].
       activations: one function for each part of the hidden layer. The parts are multiplied.
-      dropout_rate: the dropout rate of the hidden layer.
       dropout_key: the random key of the dropout, or None for no dropout.
     """
 
@@ -55,12 +54,7 @@ class Mlps:
     def hidden(
         self, x: jax.Array, multiply: Multiply, sample: Sample = jax.random.bernoulli
     ) -> jax.Array:
-        """Computes the hidden layer, [..., F], of rows [..., M].
-
-        Args:
-          multiply: multiplies rows by the kernels of their experts.
-          sample: draws the random bools of the dropout.
-        """
+        """Computes the hidden layer, [..., F], of rows [..., M]."""
         pairs, count = zip(self.into_hidden, self.activations, strict=True), len(self.into_hidden)
         parts = [
             activation(named(multiply(x, kernel), name_of_part(i, count)))
@@ -177,11 +171,6 @@ def multiply_groups(rows_SI: jax.Array, kernels_HIO: jax.Array, sizes_H: jax.Arr
 
     Its gradient never contracts the last dimension of matrices. The compiler of TPUs would run out
     of vector memory, for instance on v6e with the matrices of Mixtral.
-
-    Args:
-      rows_SI: the rows, ordered by their group.
-      kernels_HIO: the matrices.
-      sizes_H: the number of rows of each group, integers.
     """
     return jax.lax.ragged_dot(rows_SI, kernels_HIO, sizes_H)
 

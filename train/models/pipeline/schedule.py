@@ -47,12 +47,9 @@ def run_pipeline(
     the last layer. Raises a ConfigError if the microbatches would not have equal numbers of rows.
 
     Args:
-      stages: where the pipeline runs.
       apply: applies consecutive layers. It sees the rows of one microbatch on one device.
-      params: the parameters of all layers, a tree of arrays [layers, ...].
       names: the logical axes of each array of `params`.
       cast: casts `params` to the dtypes in which they are used.
-      x_BLD: the residual stream, [batch, length, embed].
       tree: other arrays for all layers. Those whose first dimension is the batch are divided into
         microbatches.
       key: a random key, or None. Each microbatch has its own on each of the devices that share it.

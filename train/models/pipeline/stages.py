@@ -80,11 +80,6 @@ def find_stages(pipeline: Pipeline | None, num_layers: int, block: int) -> Stage
 
     Returns the stages, or None if there is only one. Raises a ConfigError if the settings and the
     rules disagree, or if sizes do not divide.
-
-    Args:
-      pipeline: the settings, or None to run the layers one after another.
-      num_layers: the number of scanned layers.
-      block: the number of layers in one iteration of their loop.
     """
     mesh, rules = jax.sharding.get_abstract_mesh(), spmd.get_logical_axis_rules()
     if mesh.empty or not rules:

@@ -46,7 +46,6 @@ class Dense(nn.Module):
       shape: the shape of the kernel as it is used, [inputs..., outputs...].
       num_in: the number of input dimensions.
       names: the logical axes of the kernel. If they are two, the kernel is stored as a matrix.
-      dtype: the dtype of the product.
       distribution: the distribution of the initial kernel, of variance 1 / inputs.
       divisor: what the initial kernel is divided by.
     """
@@ -198,14 +197,8 @@ def spread(by_distance_HD: jax.Array, length: int) -> jax.Array:
     """Returns values of distances, key minus query, as matrices of queries and keys.
 
     It copies, and neither looks up nor multiplies, so that it and its gradient are fast.
-
-    Args:
-      by_distance_HD: the values of the distances from 1 - length to length - 1, [heads, 2 * length
-        - 1].
-      length: the number of queries and of keys.
-
-    Returns:
-      [heads, length, length].
+    `by_distance_HD` has the values of distances from 1 - length to length - 1. Returns [heads,
+    length, length].
     """
     # Repeated rows of 2 * length values, read as rows of one less, are each shifted by one more.
     heads, width = by_distance_HD.shape

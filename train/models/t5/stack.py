@@ -21,13 +21,7 @@ from train.output_layer import DeferredLogits
 
 
 class Layer(nn.Module):
-    """One layer of an encoder, of a decoder, or of a decoder that has a prefix and no encoder.
-
-    Attributes:
-      decode: whether keys and values are cached, for one new position per call.
-      prefill: see `Attention`.
-      max_decode_length: the length of the cache while decoding.
-    """
+    """One layer of an encoder, of a decoder, or of a decoder that has a prefix and no encoder."""
 
     config: T5Config
     deterministic: bool

@@ -58,8 +58,7 @@ def supervise(
 class _Process:
     """A process that was started.
 
-    Attributes:
-      output: the file descriptor of the pipe with its output, or None when that is closed.
+    `output` is the file descriptor of the pipe with its output, or None when that is closed.
     """
 
     def __init__(self, index: int, child: Child):
