@@ -72,7 +72,6 @@ benchmarks: $(DEV)/.dev
 	$(DEV)/bin/python benchmarks/dispatch.py
 	$(DEV)/bin/python benchmarks/mesh_scale.py
 	$(DEV)/bin/python benchmarks/resolve.py
-	$(DEV)/bin/python benchmarks/t5x_states.py
 	$(DEV)/bin/python benchmarks/layout_scale.py
 	$(DEV)/bin/python benchmarks/input.py
 	$(DEV)/bin/python benchmarks/train_step.py

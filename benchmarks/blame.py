@@ -46,12 +46,7 @@ from jax.sharding import PartitionSpec
 from benchmarks.blame_programs.faults.drawing import draw_faults
 from benchmarks.campaigns import read_results, write_results
 from meshwright import read_costs
-from meshwright.causes import (
-    CompiledFunction,
-    describe_arguments,
-    explain_program,
-    find_change,
-)
+from meshwright.causes import CompiledFunction, describe_arguments, explain_program, find_change
 
 LEAST = 0.01  # the share of exchanged bytes and peak memory that a fault has to add
 FRESH = ('benchmarks.blame_programs', 'train.models', 'train.objectives', 'train.running.steps')

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +31,55 @@ HeldOut.limit = 8192
 """
 
 
-def complete(
-    path: Path, names: Iterable[str], measure: Callable[[str], Any], again: bool = False
+def run_named(
+    doc: str, what: str, known: Mapping[str, str], path: str, measure: Callable[[str], Any]
 ) -> dict[str, Any]:
-    """Returns the result of each name, from a file of JSON or measured and added to the file.
+    """Returns the results that the command line asks for, from a file or measured and added to it.
 
-    A name whose result is None is left out. With `again`, everything is measured again.
+    Args:
+      doc: the description of the command.
+      what: the word for what has a result, such as 'case'; the option is `--cases`.
+      known: a description of each name, which `--list` prints.
+      path: the file of JSON, unless `--results` has another one.
+      measure: measures a name; None means that this has failed.
     """
-    names, results = list(names), read_results(path)
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument(f'--{what}s', dest='names', help='separated by commas (all)')
+    parser.add_argument('--results', type=Path, default=Path(path), help=f'({path})')
+    parser.add_argument('--again', action='store_true', help='measure what the file has, too')
+    parser.add_argument('--list', action='store_true', help=f'print the {what}s')
+    options = parser.parse_args()
+    names, results = parse_names(options.names, known, what), read_results(options.results)
+    if options.list:
+        print(*(f'{name:<25}{known[name]}' for name in names), sep='\n')
+        return {}
     for name in names:
-        if again or name not in results:
+        if options.again or name not in results:
             found = measure(name)
             if found is not None:
                 results[name] = found
-                write_results(path, results)
+                write_results(options.results, results)
     return {name: results[name] for name in names if name in results}
+
+
+def run_trials(
+    path: Path, trials: Iterable[tuple[str, Callable[[], dict[str, Any]]]]
+) -> list[dict[str, Any]]:
+    """Runs the trials that a file of JSON lines lacks, adds their results, and returns all lines.
+
+    Each line has the name of its trial as 'trial'.
+    """
+    lines = path.read_text().splitlines() if path.exists() else []
+    done: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    known = {line['trial'] for line in done}
+    for name, run in trials:
+        if name not in known:
+            done.append({'trial': name} | run())
+            line = json.dumps(done[-1])
+            with path.open('a') as file:
+                file.write(line + '\n')
+            print(line, file=sys.stderr, flush=True)
+    return done
 
 
 def parse_names(text: str | None, known: Iterable[str], what: str) -> list[str]:
@@ -64,15 +101,16 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(results, indent=1) + '\n')
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Reads the results of a file of JSON lines; there are none without a file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def append_line(path: Path, result: Mapping[str, Any]) -> None:
-    """Adds a result to a file of JSON lines."""
-    with path.open('a') as file:
-        file.write(json.dumps(result) + '\n')
+def start_run(command: list[str], folder: Path, cache: Path, **pipes: Any) -> Any:
+    """Starts a command of the trainer in a folder, on CPUs, with a cache of tokens and programs."""
+    environment = {
+        'PYTHONPATH': str(Path(__file__).resolve().parent.parent),
+        'PYTHONUNBUFFERED': '1',
+        'JAX_PLATFORMS': 'cpu',
+        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+        'XDG_CACHE_HOME': str(cache),
+    }
+    return subprocess.Popen(command, cwd=folder, env=os.environ | environment, text=True, **pipes)
 
 
 def call_command(function: Callable[..., Any], *arguments: Any) -> list[str]:
@@ -84,17 +122,32 @@ def call_command(function: Callable[..., Any], *arguments: Any) -> list[str]:
     return [sys.executable, __file__, script, function.__name__, json.dumps(arguments)]
 
 
-def measure_in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+def call_in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """Returns what a function returns in a process of its own.
 
-    If it fails, its last line of errors is printed, and None is returned.
+    Raises:
+      RuntimeError: with the last line of its errors, if it fails.
     """
     done = subprocess.run(call_command(function, *arguments), capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ['no message']
-        print(f'{":".join(map(str, arguments))} failed: {lines[-1][:400]}', flush=True)
-        return None
+        raise RuntimeError(f'{":".join(map(str, arguments))} failed: {lines[-1][:400]}')
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure_in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The same, but an error is printed, and the result is None."""
+    try:
+        return call_in_new_process(function, *arguments)
+    except RuntimeError as error:
+        print(error, flush=True)
+        return None
+
+
+def package_versions(*packages: str) -> dict[str, str | None]:
+    """Returns the versions of packages; None for those that are not installed."""
+    installed = {one.name.lower(): one.version for one in metadata.distributions()}
+    return {name: installed.get(name) for name in packages}
 
 
 def reset_peak() -> int:

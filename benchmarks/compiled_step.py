@@ -14,7 +14,6 @@ Usage:
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -22,22 +21,17 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
 from shipped_runs import RUNS
 
-from benchmarks.campaigns import complete, measure_in_new_process, parse_names
+from benchmarks.campaigns import measure_in_new_process, package_versions, run_named
 from meshwright.jaxpr import estimate_memory, lay_out_trace, list_collectives
 from partitioning.hardware import CHIPS
-from partitioning.products.flops import count_jaxpr_flops
 from train.gin.load import find_config, load_config
 from train.planning.precompiling import compile_step
-
-RESULTS = 'build/compiled_step.json'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,12 +85,10 @@ def measure(name: str) -> dict[str, Any]:
     estimated = estimate_memory(traced, CHIPS[costs.chip])
     estimated_wire = sum(c.total_bytes for c in list_collectives(traced))
     estimate_seconds = time.perf_counter() - started_tracing
-    jaxpr = trace.jaxpr
     wire = {
         ' '.join((network, '+'.join(axes), kind)): size / 1e9
         for (network, axes, kind), size in costs.wire_table().items()
     }
-    exchanges = sorted(costs.collectives, key=lambda c: -c.total_bytes)
     return {
         'mesh': dict(config.partitioner.mesh.shape),
         'chip': costs.chip,
@@ -108,25 +100,10 @@ def measure(name: str) -> dict[str, Any]:
         'estimate_seconds': estimate_seconds,
         'compute': costs.compute_seconds * 1e3,
         'wire': costs.wire_bytes() / 1e9,
-        'dcn': costs.wire_bytes('dcn') / 1e9,
         'wire_by_axes': wire,
-        'flops': count_jaxpr_flops(jaxpr.jaxpr) / config.partitioner.mesh.size,
-        'cycles': costs.cycles,
-        'operations': [dataclasses.asdict(o) for o in costs.operations[:20]],
-        'matmul_cycles': sum(o.cycles for o in costs.operations if o.kind == 'matmul'),
-        'kernels': [dataclasses.asdict(k) for k in costs.kernels],
-        'collectives': [dataclasses.asdict(c) for c in exchanges[:20]],
-        'arrays': [dataclasses.asdict(a) for a in costs.at_peak.arrays[:20]],
         'seconds': seconds,
-        'versions': {name: metadata.version(name) for name in ('jax', 'libtpu')},
+        'versions': package_versions('jax', 'libtpu'),
     }
-
-
-def collect(flags: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Returns the figures of the rows that flags choose, from the file or added to it."""
-    names = parse_names(flags.rows, ROWS, 'row')
-    measure_row = functools.partial(measure_in_new_process, measure)
-    return complete(flags.results, names, measure_row, flags.again)
 
 
 def print_table(results: Mapping[str, Mapping[str, Any]]) -> None:
@@ -164,24 +141,13 @@ def _show(figures: Mapping[str, float | None], marks: Mapping[str, float | None]
     return ' / '.join(parts)
 
 
-def make_parser(description: str) -> argparse.ArgumentParser:
-    """Returns a parser of the flags that choose rows."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument('--rows', help='the rows, separated by commas (all)')
-    parser.add_argument('--results', type=Path, default=Path(RESULTS), help=f'({RESULTS})')
-    parser.add_argument('--again', action='store_true', help='compile rows that the file has')
-    return parser
-
-
 def main() -> None:
-    parser = make_parser(__doc__.splitlines()[0])
-    parser.add_argument('--list', action='store_true', help='print the rows and their settings')
-    flags = parser.parse_args()
-    if flags.list:
-        for row in ROWS.values():
-            print(f'{row.name:<25}{" ".join(row.files)}  {"; ".join(row.all_bindings)}')
-    else:
-        print_table(collect(flags))
+    listed = {
+        row.name: f'{" ".join(row.files)}  {"; ".join(row.all_bindings)}' for row in ROWS.values()
+    }
+    measure_row = functools.partial(measure_in_new_process, measure)
+    if results := run_named(__doc__, 'row', listed, 'build/compiled_step.json', measure_row):
+        print_table(results)
 
 
 if __name__ == '__main__':

@@ -1,63 +1,112 @@
-"""Checkpoints through other formats and back: whether bits stay equal, and the memory it takes.
+"""The memory and the time of converting and restoring checkpoints, each in a process of its own.
 
-  python benchmarks/conversions.py --data DIR --gib 1
+  python benchmarks/conversions.py [--gib 1] [--layers 8] [--folder DIR]
 
-DIR is the DIR of t5x_parity.py. Every checkpoint of T5X in it is converted to safetensors,
-to a step of this package and to plain Orbax, and from each of them back to T5X. Then a checkpoint
-of Orbax, half of which is one array, goes through all formats, each conversion in its own process.
-Its peak memory must be below the largest array plus 2 GiB. The command fails if a bit differs or
-the memory is exceeded.
+A checkpoint of Orbax, half of which is one array, is converted from one format to the next, and the
+last one is compared with it. A Llama with random weights in bfloat16 (8 layers are 1.2 GiB) is
+restored in float32 onto 8 virtual CPU devices, in three layouts, and converted to a checkpoint of
+this package, and back. Peak memory is above what the process needed before, next to the size of its
+shards for a restore, and of the largest array for a conversion. The command fails if a conversion
+takes 2 GiB more than that.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
+import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 from etils import epath
+from flax.traverse_util import flatten_dict
 
-from benchmarks.campaigns import call_command, peak_memory
+from benchmarks.campaigns import call_in_new_process, peak_memory, reset_peak
+from partitioning import PjitPartitioner, TrainState, standard_logical_axis_rules
+from train.checkpoints import RestoreConfig, find_checkpoint, open_restored
+from train.checkpoints.arrays.stored import StoredArray
 from train.checkpoints.formats.opening import choose_place, open_checkpoint
-from train.checkpoints.offline.comparing import compare
+from train.checkpoints.huggingface.architectures import model_config
+from train.checkpoints.huggingface.config_json import ConfigJson
+from train.checkpoints.huggingface.folders import load_huggingface_model
+from train.checkpoints.huggingface.writer import plan_model
 from train.checkpoints.offline.converting import plan_conversion, write
 from train.cli import main as meshwright
+from train.models.parameters import list_parameters
+from train.objectives import NextToken
 
-FORMATS = ('safetensors', 'meshwright', 'orbax')
-MEMORY_ABOVE_LARGEST = 2 * 2**30
+GIB = 2**30
+MEMORY_ABOVE_LARGEST = 2 * GIB
+NUM_DEVICES = 8
+CONFIG = {
+    'model_type': 'llama',
+    'vocab_size': 32_000,
+    'hidden_size': 2048,
+    'intermediate_size': 8192,
+    'num_attention_heads': 16,
+    'num_key_value_heads': 8,
+    'tie_word_embeddings': False,
+}
+# The layouts of restores: the size of the model axis, and whether 'embed' is sharded over data.
+LAYOUTS = {
+    'restore, model 8': (8, False),
+    'restore, data 4 x model 2': (2, True),
+    'restore, data 8': (1, True),
+}
+FORMATS = ('meshwright', 't5x', 'safetensors', 'meshwright', 'orbax')
+TO_OURS, TO_THEIRS = 'convert to meshwright', 'convert to huggingface'
 
 
-def convert(source: Path, to: Path, format: Any) -> Path:
-    """Converts a checkpoint, and returns the path of the result."""
-    checkpoint = open_checkpoint(choose_place(epath.Path(source))[0])
-    conversion = plan_conversion(checkpoint, epath.Path(to), format)
-    write(conversion, lambda count: None)
-    return Path(conversion.folder)
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    parser.add_argument(
+        '--gib', type=float, default=1.0, help='the size of the checkpoint of Orbax'
+    )
+    parser.add_argument('--layers', type=int, default=8, help='the layers of the Llama')
+    parser.add_argument('--folder', type=Path, help='a folder on the disk to measure')
+    options, failed = parser.parse_args(), False
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        largest = save_large(folder / 'source', options.gib)
+        write_random_model(folder / 'model', options.layers)
+        print(f'{"":28}  seconds  peak GiB    of what')
+        for title, command in list_commands(folder):
+            found = call_in_new_process(run_command, *command)
+            found |= {'size': largest, 'what': 'the largest array'}
+            failed |= print_row(title, found, limit=largest + MEMORY_ABOVE_LARGEST)
+        for title in (*LAYOUTS, TO_OURS, TO_THEIRS):
+            print_row(title, call_in_new_process(measure, title, name))
+    return int(failed)
 
 
-def count_differences(first: Path, second: Path) -> tuple[int, int]:
-    """The number of arrays, and of those that differ in name, shape, dtype or any bit."""
-    arrays = [open_checkpoint(choose_place(epath.Path(p))[0]).arrays for p in (first, second)]
-    return len(arrays[0]), sum(1 for _ in compare(*arrays, lambda count: None))
+def print_row(title: str, found: Mapping[str, Any], limit: float = math.inf) -> bool:
+    """Prints a measurement; returns whether it needed more memory than the limit."""
+    print(
+        f'{title:28}  {found["seconds"]:7.2f}  {found["peak"] / GIB:8.2f}  '
+        f'{found["peak"] / found["size"]:5.2f} x {found["size"] / GIB:.2f} GiB: {found["what"]}',
+        flush=True,
+    )
+    return found['peak'] > limit
 
 
-def convert_references(data: Path) -> Iterator[tuple[str, str, int, int]]:
-    """Converts every reference of T5X through each format and back."""
-    for path in sorted(data.glob('*/*/checkpoint_*')):
-        for format in FORMATS:
-            with tempfile.TemporaryDirectory() as temporary:
-                between = convert(path, Path(temporary, 'between'), format)
-                back = convert(between, Path(temporary, 'back'), 't5x')
-                yield str(path.relative_to(data)), format, *count_differences(path, back)
+def list_commands(folder: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The arguments of `meshwright checkpoint` that convert a checkpoint through all formats."""
+    source = folder / 'source'
+    for format in FORMATS:
+        to = folder / f'{source.name}_to_{format}'
+        yield f'to {format}', ('convert', str(source), str(to), f'--to={format}')
+        source = to
+    yield 'diff', ('diff', str(folder / 'source'), str(source))
+    yield 'inspect', ('inspect', str(folder / 'source'))
 
 
 def save_large(path: Path, gib: float) -> int:
@@ -70,52 +119,85 @@ def save_large(path: Path, gib: float) -> int:
     return tree['largest'].nbytes
 
 
-def run_command(*arguments: str) -> int:
-    """Runs `meshwright checkpoint` in this process, and returns its peak memory in bytes."""
+def run_command(*arguments: str) -> dict[str, float]:
+    """Runs `meshwright checkpoint`, and measures the whole process."""
+    start = time.perf_counter()
     if status := meshwright(['checkpoint', *arguments]):
         sys.exit(status)
-    return peak_memory()
+    return {'seconds': time.perf_counter() - start, 'peak': peak_memory()}
 
 
-def measure(*arguments: str) -> tuple[float, int]:
-    """Runs `meshwright checkpoint` in a new process: the seconds, and its peak memory in bytes."""
-    started = time.perf_counter()
-    run = subprocess.run(call_command(run_command, *arguments), capture_output=True, text=True)
-    if run.returncode:
-        sys.exit(run.stderr)
-    return time.perf_counter() - started, json.loads(run.stdout.splitlines()[-1])
+def write_random_model(folder: Path, layers: int) -> None:
+    """Writes a model whose arrays are all random, so that nothing can be compressed."""
+    config = ConfigJson({**CONFIG, 'num_hidden_layers': layers}, 'config.json')
+    model = model_config(config, scan_layers=False)
+    random, dtype = np.random.default_rng(0), np.dtype(ml_dtypes.bfloat16)
+
+    def draw(shape: tuple[int, ...]) -> StoredArray:
+        def start(index: Any) -> Future[np.ndarray]:
+            future: Future[np.ndarray] = Future()
+            future.set_result(random.standard_normal(shape, np.float32).astype(dtype))
+            return future
+
+        return StoredArray(shape=shape, dtype=dtype, start=start)
+
+    table = flatten_dict(list_parameters(model), sep='/')
+    arrays = {f'params/{name}': draw(parameter.shape) for name, parameter in table.items()}
+    plan_model(arrays, model=model).write(epath.Path(folder))
 
 
-def convert_large(folder: Path, gib: float) -> Iterator[tuple[str, float, int, int]]:
-    """Converts a large checkpoint from one format to the next, and compares the last with it."""
-    largest = save_large(folder / 'source', gib)
-    source = folder / 'source'
-    for format in ('meshwright', 't5x', 'safetensors', 'meshwright', 'orbax'):
-        to = folder / f'{source.name}_to_{format}'
-        yield f'to {format}', *measure('convert', str(source), str(to), f'--to={format}'), largest
-        source = to
-    yield 'diff', *measure('diff', str(folder / 'source'), str(source)), largest
-    yield 'inspect', *measure('inspect', str(folder / 'source')), largest
+def measure(name: str, folder: str) -> dict[str, Any]:
+    """Does one thing and measures it, in a process of its own."""
+    prepare = prepare_restore if name in LAYOUTS else prepare_conversion
+    run, size, what = prepare(name, Path(folder))
+    before, start = reset_peak(), time.perf_counter()
+    kept = run()
+    seconds = time.perf_counter() - start
+    found = {'seconds': seconds, 'peak': peak_memory() - before, 'size': size, 'what': what}
+    del kept
+    return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
-    parser.add_argument('--data', type=Path, required=True, help='the folder of the references')
-    parser.add_argument('--gib', type=float, default=1.0, help='the size of the large checkpoint')
-    options, failed = parser.parse_args(), False
+def prepare_restore(name: str, folder: Path) -> tuple[Callable[[], Any], int, str]:
+    """Returns what restores the parameters, and the size of the shards of this process."""
     jax.config.update('jax_platforms', 'cpu')
-    print(f'{"checkpoint of T5X":52}{"through":14}{"arrays":>8}{"differing":>11}')
-    for name, format, count, differing in convert_references(options.data):
-        failed |= differing > 0
-        print(f'{name:52}{format:14}{count:8,}{differing:11,}', flush=True)
-    print(f'\n{options.gib:g} GiB of Orbax{"":7}{"seconds":>9}{"peak GiB":>10}{"allowed":>9}')
-    with tempfile.TemporaryDirectory() as temporary:
-        for name, seconds, peak, largest in convert_large(Path(temporary), options.gib):
-            allowed = largest + MEMORY_ABOVE_LARGEST
-            failed |= peak > allowed
-            print(f'{name:20}{seconds:9.1f}{peak / 2**30:10.2f}{allowed / 2**30:9.2f}', flush=True)
-    sys.exit(failed)
+    jax.config.update('jax_num_cpu_devices', NUM_DEVICES)
+    objective = NextToken(model=load_huggingface_model(str(folder / 'model')))
+    tokens = jax.numpy.zeros((8, 8), 'int32')
+    batch = {'decoder_input_tokens': tokens, 'decoder_target_tokens': tokens}
+    batch['decoder_loss_weights'] = tokens.astype('float32')
+    size, shards_embed = LAYOUTS[name]
+    rules = standard_logical_axis_rules(parameter_partitioning_dims=1 + shards_embed)
+    rules = [*rules, ('kv_heads', 'model')]
+    partitioner = PjitPartitioner(num_partitions=size, logical_axis_rules=rules)
+
+    def init(key: jax.Array) -> TrainState:
+        return TrainState.create(objective.init(key, batch), optax.identity())
+
+    state = partitioner.plan(init, jax.random.key(0)).abstract_state
+    source, step = find_checkpoint(RestoreConfig(path=str(folder / 'model')))
+    reader = open_restored(RestoreConfig(path=str(source)), source)
+    shards = sum(
+        NUM_DEVICES * x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
+        for x in jax.tree.leaves(state)
+    )
+    return lambda: jax.block_until_ready(reader.restore(step, state)), shards, 'shards'
+
+
+def prepare_conversion(name: str, folder: Path) -> tuple[Callable[[], Any], int, str]:
+    """Returns what converts the model or the checkpoint, and the size of the largest array."""
+    names = ('model', 'ours') if name == TO_OURS else ('ours', 'theirs')
+    source, target = (epath.Path(folder / each) for each in names)
+    conversion = plan_conversion(
+        open_checkpoint(choose_place(source, None)[0]),
+        target,
+        'meshwright' if name == TO_OURS else 'huggingface',
+        like=None if name == TO_OURS else epath.Path(folder / 'model'),
+    )
+    largest = max(array.nbytes for array in conversion.arrays.values())
+    return lambda: write(conversion, lambda size: None), largest, 'the largest array'
 
 
 if __name__ == '__main__':
-    main()
+    jax.config.update('jax_platforms', 'cpu')
+    sys.exit(main())

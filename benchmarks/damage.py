@@ -14,10 +14,10 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import functools
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.campaigns import append_line, read_lines
+from benchmarks.campaigns import run_trials
 from partitioning import PjitPartitioner
 from partitioning.mesh import MeshConfig
 from train import TrainConfig, train
@@ -178,30 +178,28 @@ def main() -> int:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as scratch:
-            counts = run_campaign(save_two_steps(Path(scratch)), options.bits, folder)
+            saved = save_two_steps(Path(scratch))
+            done = run_trials(folder / 'damage.jsonl', trials(saved, options.bits))
+    counts = collections.Counter((one['kind'], one['outcome']) for one in done)
     show(counts)
     return int(any(outcome != 'previous step' for _, outcome in counts))
 
 
-def run_campaign(saved: Saved, bits: int, folder: Path) -> collections.Counter[tuple[str, str]]:
-    """Tries all damages that have no result yet, and counts the outcomes by kind."""
-    results = folder / 'damage.jsonl'
-    done = read_lines(results)
-    known, start = {(one['file'], one['number']) for one in done}, time.monotonic()
+def trials(saved: Saved, bits: int) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Every damage of every file, and what tries it."""
     files = sorted(p.relative_to(saved.newest) for p in saved.newest.rglob('*') if p.is_file())
     for file in files:
         content = (saved.newest / file).read_bytes()
         # The bits depend on the file only, so a continued campaign flips the same ones.
         rng = np.random.default_rng(list(str(file).encode()))
         for number, (kind, left) in enumerate(damages_of(content, bits, rng)):
-            if (str(file), number) in known:
-                continue
-            with damaged(saved.newest / file, left):
-                found = outcome(saved, str(file))
-            done.append({'file': str(file), 'number': number, 'kind': kind, 'outcome': found})
-            append_line(results, done[-1])
-        print(f'{len(done):,} cases, {time.monotonic() - start:.0f} s: {file}', file=sys.stderr)
-    return collections.Counter((one['kind'], one['outcome']) for one in done)
+            yield f'{file} {number}', functools.partial(run_trial, saved, str(file), kind, left)
+
+
+def run_trial(saved: Saved, file: str, kind: str, left: bytes | None) -> dict[str, Any]:
+    """Damages a file, and returns what happens."""
+    with damaged(saved.newest / file, left):
+        return {'kind': kind, 'outcome': outcome(saved, file)}
 
 
 def show(counts: Mapping[tuple[str, str], int]) -> None:

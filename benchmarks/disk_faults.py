@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import os
 import re
 import shutil
 import subprocess
@@ -27,11 +26,10 @@ from pathlib import Path
 
 from etils import epath
 
-from benchmarks.campaigns import TINY_RUN, parse_names
+from benchmarks.campaigns import TINY_RUN, parse_names, start_run
 from train.checkpoints.steps.finding import complete_steps, examine
 from train.checkpoints.steps.verifying import verify
 
-ROOT = Path(__file__).resolve().parent.parent
 LIMIT_SECONDS = 600.0  # Far longer than a run takes; it only ends runs that hang.
 # What is not a line of a run that is well.
 TROUBLE = re.compile(r'cannot|Traceback|error|exception|warning|^  File', re.IGNORECASE)
@@ -137,20 +135,13 @@ class Run:
     def __init__(self, folder: Path, disk: Path, bindings: tuple[str, ...]):
         command = [sys.executable, '-m', 'train', f'--gin_file={folder / "config.gin"}']
         settings = (f"MODEL_DIR = '{disk / 'run'}'", *bindings)
-        environment = {
-            'JAX_PLATFORMS': 'cpu',
-            'PYTHONUNBUFFERED': '1',
-            'PYTHONPATH': str(ROOT),
-            'XDG_CACHE_HOME': str(folder / 'cache'),
-        }
         self.lines: list[tuple[float, str]] = []
-        self.process = subprocess.Popen(
+        self.process = start_run(
             [*command, *(f'--gin.{s.replace(" = ", "=", 1)}' for s in settings)],
-            cwd=folder,
-            env=os.environ | environment,
+            folder,
+            folder / 'cache',
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import functools
 import json
 import os
 import random
@@ -34,11 +35,10 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from benchmarks.campaigns import TINY_RUN, append_line, read_lines
+from benchmarks.campaigns import TINY_RUN, run_trials, start_run
 from train.checkpoints import complete_steps
 from train.checkpoints.orbax.files import read_orbax
 
-ROOT = Path(__file__).resolve().parent.parent
 STEPS, PERIOD = 100, 10
 POLL_SECONDS = 0.002
 # How long it takes at most, in seconds, what a signal interrupts. For 'start', it is the whole run.
@@ -61,18 +61,13 @@ def main() -> int:
     parser.add_argument('--folder', type=Path, help='where the runs are')
     parser.add_argument('--seed', type=int, default=0, help='another seed chooses other moments')
     options = parser.parse_args()
-    done = read_lines(options.results)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         prepare(folder)
         expected = Expected(folder)
-        for trial in trials(options.kills, options.signals, options.seed):
-            if any(line['trial'] == trial['trial'] for line in done):
-                continue
-            line = trial | run_trial(folder, trial, expected)
-            done.append(line)
-            append_line(options.results, line)
-            print(json.dumps(line), flush=True)
+        drawn = trials(options.kills, options.signals, options.seed)
+        works = (functools.partial(run_trial, folder, trial, expected) for trial in drawn)
+        done = run_trials(options.results, ((work.args[1]['trial'], work) for work in works))
     show(done)
     return 0 if all(line['ok'] for line in done) else 1
 
@@ -134,24 +129,11 @@ def begin(folder: Path, name: str, is_cold: bool, command: str = '') -> subproce
     cache = folder / (f'{name}-cache' if is_cold else 'cache')
     arguments = ['small.gin', f"--gin.MODEL_DIR='{name}'", '--cpu_devices=2']
     given = shlex.split(command) or [sys.executable, '-m', 'train', *arguments]
-    environment = {
-        'PYTHONPATH': str(ROOT),
-        'JAX_PLATFORMS': 'cpu',
-        'XDG_CACHE_HOME': str(cache),
-        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
-    }
     # A shell may have told this process to ignore them, which its children would inherit.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     with (folder / f'{name}.out').open('a') as output:
-        return subprocess.Popen(
-            given,
-            cwd=folder,
-            env=os.environ | environment,
-            stdout=output,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        return start_run(given, folder, cache, stdout=output, stderr=subprocess.PIPE)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, float, str]:
@@ -234,7 +216,7 @@ def run_trial(folder: Path, trial: Mapping[str, Any], expected: Expected) -> dic
             problems.append('the metrics differ')
     if not problems:
         remove_run(folder, name)
-    return found | {'ok': not problems, 'problems': problems}
+    return {**trial, **found, 'ok': not problems, 'problems': problems}
 
 
 def remove_run(folder: Path, name: str) -> None:

@@ -19,7 +19,6 @@ Usage:
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -29,18 +28,46 @@ from typing import Any
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
-from hand_counts.cases import CASES
-from hand_counts.sizes import Case
+from hand_counts import (
+    Case,
+    count_data_parallel,
+    count_dcn,
+    count_fsdp,
+    count_fsdp_tensor,
+    count_tensor,
+)
+from shipped_runs import RUNS
 
-from benchmarks.campaigns import complete, measure_in_new_process, parse_names
+from benchmarks.campaigns import measure_in_new_process, run_named
 from meshwright import forecast
 from meshwright.report.figures import sent_by_label, sum_exchanges
 from train.gin.load import find_config, load_config
 from train.planning.forecasts import plan_step
 
+_TENSOR: dict[str, Any] = {'wire': count_fsdp_tensor, 'tensor': 8, 'chunks': 16_384}
+
+
+def _case(name: str, shards: int, norm_shards: int, row_shards: int, **counts: Any) -> Case:
+    shared = {'shards': shards, 'norm_shards': norm_shards, 'row_shards': row_shards}
+    return Case(**vars(RUNS[name]), **shared, **counts)
+
+
+# The name of a run, and the numbers of devices that share matrices, scales of norms, and rows.
+CASES = (
+    _case('125m', 4, 4, 4, wire=count_fsdp, rounds=(4,), chunks=32_768),
+    _case('125m_data_parallel', 1, 1, 4, wire=count_data_parallel),
+    _case('125m_tensor', 4, 1, 1, wire=count_tensor, tensor=4),
+    _case('1b', 16, 16, 16, wire=count_fsdp, rounds=(4, 4), chunks=32_768, sums_to_gather=False),
+    _case('8b_fsdp', 64, 64, 64, wire=count_fsdp, rounds=(16, 4), chunks=8 * 16_128),
+    _case('8b_fsdp8_tensor8', 64, 8, 8, **_TENSOR),
+    _case('70b_v5p', 512, 64, 64, **_TENSOR),
+    _case('70b_v6e', 256, 32, 32, **_TENSOR),
+    _case('8b_two_slices', 256, 256, 512, wire=count_dcn),
+    _case('8b_h100', 8, 8, 8),
+    _case('8b_data_parallel', 1, 1, 64, fits=False),
+)
 KNOWN = {case.name: case for case in CASES}
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / 'build' / 'forecast_cases.json'
 MOST_SECONDS, MOST_BYTES = 90, 3e9
 
 
@@ -135,18 +162,8 @@ def compare_wire(case: Case, found: Mapping[str, float]) -> list[tuple[str, bool
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--cases', help='the cases, separated by commas (all)')
-    parser.add_argument('--results', type=Path, default=RESULTS, help=f'({RESULTS.name})')
-    parser.add_argument('--again', action='store_true', help='forecast cases that the file has')
-    parser.add_argument('--list', action='store_true', help='print the cases')
-    flags = parser.parse_args()
-    names = parse_names(flags.cases, KNOWN, 'case')
-    if flags.list:
-        for name in names:
-            print(f'{name:<20}{KNOWN[name].topology:<12}batch {KNOWN[name].batch}')
-    else:
-        print_results(complete(flags.results, names, measure_twice, flags.again))
+    listed = {case.name: f'{case.topology:<12}batch {case.batch}' for case in CASES}
+    print_results(run_named(__doc__, 'case', listed, 'build/forecast_cases.json', measure_twice))
 
 
 if __name__ == '__main__':

@@ -15,10 +15,8 @@ import bz2
 import functools
 import gzip
 import importlib
-import json
 import lzma
 import struct
-import subprocess
 import sys
 import tempfile
 import zlib
@@ -30,13 +28,14 @@ import pyarrow.parquet
 from array_record.python import array_record_module
 from tensorboardX.record_writer import masked_crc32c
 
-from benchmarks.campaigns import call_command, peak_memory
+from benchmarks.campaigns import measure_in_new_process, peak_memory
 from partitioning import Plan
 from partitioning.amounts import bytes_str
 from train import data
 from train.checkpoints.formats.safetensors_files import open_safetensors
 
 LIMIT = 512 << 20
+NOTHING = {'peak': 0, 'message': None}
 GIB, MIB = 1 << 30, 1 << 20
 ZEROS = bytes(MIB)
 
@@ -217,13 +216,8 @@ def main() -> int:
             path = Path(folder) / f'hostile.{case.ending}'
             case.write(path)
             size = bytes_str(path.stat().st_size)
-            command = call_command(measure, case.reader, str(path))
-            ran = subprocess.run(command, capture_output=True, text=True)
-            if ran.returncode:
-                found = {'peak': 0, 'message': None, 'end': ran.stderr.strip()[-200:]}
-            else:
-                found = json.loads(ran.stdout.splitlines()[-1])
-            shown = (found['message'] or f'NOT REFUSED {found.get("end", "")}').replace(folder, '')
+            found = measure_in_new_process(measure, case.reader, str(path)) or NOTHING
+            shown = (found['message'] or 'NOT REFUSED').replace(folder, '')
         if found['message'] is None or found['peak'] > LIMIT:
             failed.append(name)
         becomes, peak = bytes_str(case.becomes), bytes_str(found['peak'])

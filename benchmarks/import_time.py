@@ -12,9 +12,11 @@ interpreter, and the statements alternate. `seconds` is the median time of the s
 from __future__ import annotations
 
 import argparse
-import statistics
+import functools
 import subprocess
 import sys
+
+from benchmarks.timing import medians
 
 _CODE = """
 import resource, time
@@ -46,20 +48,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('--rounds', type=int, default=15)
     rounds = parser.parse_args().rounds
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in _STATEMENTS}
-    for number in range(rounds + 1):
-        names = list(_STATEMENTS)
-        for name in names if number % 2 else reversed(names):
-            samples[name].append(measure(_STATEMENTS[name]))
-    times, peaks = (
-        {n: statistics.median(s[i] for s in samples[n][1:]) for n in samples} for i in (0, 1)
-    )
+    works = {name: functools.partial(measure, text) for name, text in _STATEMENTS.items()}
+    medians(works, 1)  # the files are read from the disk only once
+    found = medians(works, rounds)
+    jax_seconds, jax_peak = found['import jax']
     print(f'medians of {rounds} fresh interpreters')
     print(f'{"":<20} {"seconds":>8} {"ratio":>6} {"peak MiB":>9} {"ratio":>6}')
-    for name, seconds in times.items():
-        time_ratio, peak_ratio = seconds / times['import jax'], peaks[name] / peaks['import jax']
+    for name, (seconds, peak) in found.items():
         print(
-            f'{name:<20} {seconds:>8.3f} {time_ratio:>6.3f} {peaks[name]:>9.1f} {peak_ratio:>6.3f}'
+            f'{name:<20} {seconds:>8.3f} {seconds / jax_seconds:>6.3f} {peak:>9.1f} '
+            f'{peak / jax_peak:>6.3f}'
         )
 
 

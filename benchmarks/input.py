@@ -12,19 +12,17 @@ made by span corruption. Two peers are measured in alternation, and all figures 
            or pads it to one row
 
 Tokens per second count only tokens with weight. The last column is their share of all tokens; the
-rest is padding. The second table simulates hosts that train a model of 8 B parameters, and shows
-the fraction of the time that their steps wait for batches.
+rest is padding.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +37,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import sentencepiece
 
-from partitioning import CHIPS, PjitPartitioner
+from benchmarks.timing import medians
 from train.data import (
     ByT5Tokenizer,
     ByteTokenizer,
     CausalLM,
-    Feed,
     LocalBatches,
     SentencePieceTokenizer,
     SpanCorruption,
@@ -55,9 +52,6 @@ from train.data import (
 
 LENGTH, BATCH, STEPS, ROUNDS = 1024, 32, 60, 5
 SOURCE = python_library()
-# The fraction of the peak FLOP/s that well-tuned runs of this size reach.
-MODEL_FLOPS_UTILIZATION = 0.5
-FLOPS_PER_TOKEN = 6 * 8.0e9
 
 
 class Documents:
@@ -159,45 +153,15 @@ def throughput(cache: str, tokenizers: dict[str, Tokenizer]) -> None:
         }
         opened = {kind: task.open(LENGTH) for kind, task in tasks.items()}
         rows = opened['cut from the stream'].training_rows[0].examples
-        runs: dict[str, tuple[Callable[[], Any], int]] = {
-            **{kind: (ours(task), STEPS) for kind, task in opened.items()},
-            'DataLoader over rows': (data_loader(rows), STEPS),
-            'DataLoader over text': (data_loader(Documents(tokenizer)), STEPS // 10),
-        }
-        figures: dict[str, list[tuple[float, float]]] = {kind: [] for kind in runs}
-        for _ in range(ROUNDS):
-            for kind, (make, steps) in runs.items():
-                figures[kind].append(rate(make, steps))
-        medians = {
-            kind: [statistics.median(values) for values in zip(*found, strict=True)]
-            for kind, found in figures.items()
-        }
-        for kind, (tokens, share) in medians.items():
-            peers = [tokens / medians[f'DataLoader over {p}'][0] for p in ('rows', 'text')]
+        runs = {kind: functools.partial(rate, ours(task), STEPS) for kind, task in opened.items()}
+        plain, text = data_loader(rows), data_loader(Documents(tokenizer))
+        runs['DataLoader over rows'] = functools.partial(rate, plain, STEPS)
+        runs['DataLoader over text'] = functools.partial(rate, text, STEPS // 10)
+        found = medians(runs, ROUNDS)
+        for kind, (tokens, share) in found.items():
+            peers = [tokens / found[f'DataLoader over {p}'][0] for p in ('rows', 'text')]
             ratios = ''.join(f'{ratio:14.2f}' for ratio in peers)
             print(f'{name + ", " + kind:32}{tokens:14,.0f}{ratios}{share:14.4f}')
-
-
-def waiting(cache: str) -> None:
-    """Prints the fraction of the time that steps wait, for hosts that train an 8 B model."""
-    partitioner = PjitPartitioner(num_partitions=2)
-    task = CausalLM(source=SOURCE, cache_dir=cache, packing='pack').open(8192)
-    rows = task.training(seed=0)
-    indices = partitioner.get_data_layout(8).row_indices
-    print(f'\n{"host training an 8 B model":32}{"tokens/s":>14}{"input wait":>14}')
-    hosts = {'v5p': 4, 'v6e': 8, 'h100': 8, 'tpu7x': 4, 'b200': 8}
-    for kind, chips in hosts.items():
-        flops = CHIPS[kind].peak_flops * chips * MODEL_FLOPS_UTILIZATION
-        seconds = 8 * 8192 / (flops / FLOPS_PER_TOKEN)
-        feed = Feed(LocalBatches(rows, 8, indices), partitioner)
-        with closing(feed):
-            next(feed)
-            waited, started = feed.waited, time.perf_counter()
-            for _ in range(max(3, int(4 / seconds))):
-                time.sleep(seconds)
-                next(feed)
-            share = (feed.waited - waited) / (time.perf_counter() - started)
-        print(f'{f"{chips} {kind}":32}{8 * 8192 / seconds:14,.0f}{share:14.5f}')
 
 
 def main() -> None:
@@ -212,7 +176,6 @@ def main() -> None:
             print(f'index of {name}: {size / 1e6:.1f} MB in {seconds:.2f} s')
         print()
         throughput(cache, tokenizers)
-        waiting(cache)
 
 
 if __name__ == '__main__':

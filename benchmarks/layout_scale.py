@@ -103,7 +103,7 @@ def measure_all(processes: int) -> list[float]:
 
 
 def main() -> None:
-    """Prints the seconds, the microseconds per process, and the exponent of the growth."""
+    """Prints the seconds, and the exponent of the growth."""
     measure_all(PROCESSES[0])  # The first call also imports modules, so it is not measured.
     results = {processes: measure_all(processes) for processes in PROCESSES}
     _, *names = ALL
@@ -113,10 +113,6 @@ def main() -> None:
     for processes, (theirs, *ours) in results.items():
         cells = ''.join(f'  {f"{t:.4f} ({t / theirs:.1f})":>14}' for t in ours)
         print(f'{processes:9,}  {theirs:7.4f}{cells}')
-    print('measured: microseconds per process')
-    for processes, (theirs, *ours) in results.items():
-        cells = ''.join(f'  {1e6 * t / processes:14.1f}' for t in ours)
-        print(f'{processes:9,}  {1e6 * theirs / processes:7.1f}{cells}')
     few, many, exponents = growth(results)
     listed = ', '.join(f'{n} {e:.2f}' for n, e in zip(ALL, exponents, strict=True))
     print(f'exponent of the growth of time from {few:,} to {many:,} processes: {listed}')

@@ -19,7 +19,6 @@ import functools
 import os
 import time
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,12 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 
 import jax
 
-from benchmarks.campaigns import measure_in_new_process, read_results, write_results
+from benchmarks.campaigns import (
+    measure_in_new_process,
+    package_versions,
+    read_results,
+    write_results,
+)
 from benchmarks.measured_steps.records import cycles_by_kind, merge_kinds, read_collectives
 from meshwright import read_costs
 from meshwright.time import KernelWork, Work, estimate_step_time, read_work
@@ -157,7 +161,7 @@ def measure(name: str, number: int) -> dict[str, Any]:
         'cycles_by_kind': cycles_by_kind(costs.operations),
         'work': dataclasses.asdict(work),
         'seconds': time.monotonic() - started,
-        'versions': {name: metadata.version(name) for name in ('jax', 'libtpu')},
+        'versions': package_versions('jax', 'libtpu'),
     }
 
 

@@ -1,30 +1,23 @@
 """T5X's checkpoints here: every array of the references, read, restored onto meshes and written.
 
-  python benchmarks/t5x_checkpoints.py --data DIR
-
-DIR is the DIR of t5x_parity.py. Arrays of both formats are compared with each other and
-with the sums that T5X computed. Each checkpoint is then restored onto meshes of 8 CPU devices with
-the state of Adafactor, written in T5X's format, and read again. The command fails if a value
-differs; sums may differ by rounding.
+Arrays of both formats are compared with each other and with the sums that T5X computed. Each
+checkpoint is then restored onto meshes of 8 CPU devices with the state of Adafactor, written in
+T5X's format, and read again.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import os
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=8')
-
 import jax
 import numpy as np
 from etils import epath
-from t5x_models import Reference, list_models, read_data_flag
+from t5x_models import Difference, Reference
 
 from partitioning import PjitPartitioner, TrainState, standard_logical_axis_rules
 from partitioning.mesh import MeshConfig
@@ -36,8 +29,6 @@ from train.t5x.checkpoint_configs import RestoreCheckpointConfig
 from train.t5x.checkpoints import T5XCheckpoints, names_of
 
 MESHES = ((1, 1), (4, 2), (2, 4))
-# A figure, the checkpoint it is of, the number of arrays compared, and the worst difference.
-Row = tuple[str, str, int, float]
 
 
 def read_all(path: Path) -> dict[str, np.ndarray]:
@@ -45,7 +36,14 @@ def read_all(path: Path) -> dict[str, np.ndarray]:
     return {name: array.read() for name, array in read_arrays(path).items()}
 
 
-def compare_formats(folder: Path) -> Iterator[Row]:
+def compare_checkpoints(reference: Reference, variants: Path) -> Iterator[Difference]:
+    """Compares all arrays of the checkpoints of a model."""
+    yield from _compare_formats(reference.folder)
+    yield from _compare_variants(reference.folder, variants)
+    yield from _compare_states(reference.folder)
+
+
+def _compare_formats(folder: Path) -> Iterator[Difference]:
     """Compares the two formats, bit by bit, and their sums with T5X's."""
     facts = json.loads((folder / 'model.json').read_text())
     run = facts['train'][facts['checkpoint_step10_run']]
@@ -57,20 +55,20 @@ def compare_formats(folder: Path) -> Iterator[Row]:
         for kind in ('legacy', 'orbax'):
             found[kind] = read_all(folder / kind / f'checkpoint_{step}')
             worst = max(_difference_of_sums(found[kind][k], v) for k, v in sums.items())
-            yield 'sums', f'{kind} step {step}', len(sums), worst
-        yield 'formats', f'step {step}', *_differences(found['legacy'], found['orbax'])
+            yield Difference('sums of arrays', worst, f'{kind} step {step}')
+        yield _compare('formats', found['legacy'], found['orbax'], f'step {step}')
 
 
-def compare_variants(folder: Path, variants: Path) -> Iterator[Row]:
+def _compare_variants(folder: Path, variants: Path) -> Iterator[Difference]:
     """Compares checkpoints that are stored otherwise with the plain one."""
     plain = read_all(folder / 'legacy/checkpoint_10')
     for path in sorted(variants.glob('*/checkpoint_10')):
         found = read_all(path)
         expected = {k: x.astype(found[k].dtype) for k, x in plain.items()}
-        yield 'variants', path.parent.name, *_differences(found, expected)
+        yield _compare('variants', found, expected, path.parent.name)
 
 
-def compare_states(folder: Path) -> Iterator[Row]:
+def _compare_states(folder: Path) -> Iterator[Difference]:
     """Restores checkpoints onto meshes, writes them, and reads them again."""
     for path in sorted(folder.glob('*/checkpoint_*')):
         name, expected = f'{path.parent.name} {path.name}', read_all(path)
@@ -83,13 +81,13 @@ def compare_states(folder: Path) -> Iterator[Row]:
             plan.check(state)
             arrays = dict(zip(names_of(state), jax.tree.leaves(state), strict=True))
             shown = f'{name} on {mesh[0]}x{mesh[1]}'
-            yield 'restored', shown, *_differences(arrays, expected)
+            yield _compare('restored', arrays, expected, shown)
             with tempfile.TemporaryDirectory() as temporary:
                 saved = T5XCheckpoints(epath.Path(temporary), CheckpointConfig())
                 saved.save(step, state)
                 saved.close()
                 again = read_all(Path(temporary) / f'checkpoint_{step}')
-                yield 'written', shown, *_differences(again, expected)
+                yield _compare('written', again, expected, shown)
 
 
 @functools.cache
@@ -113,13 +111,15 @@ def _plan(folder: Path, mesh: tuple[int, int], is_first: bool) -> Any:
     return PjitPartitioner(mesh=axes, logical_axis_rules=rules).plan(init, jax.random.key(0))
 
 
-def _differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> tuple[int, float]:
-    """The number of arrays, and the share of them that differ in any bit, dtype or name."""
+def _compare(
+    figure: str, found: Mapping[str, Any], expected: Mapping[str, Any], where: str
+) -> Difference:
+    """The share of arrays that differ in any bit, dtype or name."""
     wrong = len(found.keys() ^ expected.keys())
     for name in found.keys() & expected.keys():
         ours, theirs = np.asarray(found[name]), np.asarray(expected[name])
         wrong += ours.dtype != theirs.dtype or ours.tobytes() != theirs.tobytes()
-    return len(expected), wrong / len(expected)
+    return Difference(f'arrays, {figure}', wrong / len(expected), where)
 
 
 def _difference_of_sums(array: np.ndarray, expected: list[float]) -> float:
@@ -128,19 +128,3 @@ def _difference_of_sums(array: np.ndarray, expected: list[float]) -> float:
     scale = max(np.sum(np.abs(values)), np.sum(values**2), 1e-30)
     found = np.sum(values), np.sum(values**2)
     return float(np.max(np.abs(np.subtract(found, expected))) / scale)
-
-
-def main() -> None:
-    data, failed = read_data_flag(__doc__), False
-    print(f'{"model":16}{"figure":12}{"checkpoint":32}{"arrays":>8}{"worst":>10}')
-    for folder in list_models(data):
-        variants = data / f'{folder.name}_variants'
-        rows = [*compare_formats(folder), *compare_variants(folder, variants)]
-        for figure, name, count, worst in (*rows, *compare_states(folder)):
-            failed |= worst > (1e-6 if figure == 'sums' else 0.0)
-            print(f'{folder.name:16}{figure:12}{name:32}{count:8,}{worst:10.1e}', flush=True)
-    sys.exit(failed)
-
-
-if __name__ == '__main__':
-    main()

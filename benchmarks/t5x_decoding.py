@@ -1,44 +1,29 @@
-"""Decodes with T5X's reference models, compared with what T5X itself decoded.
-
-  python benchmarks/t5x_decoding.py --data DIR
-
-DIR has a folder for each model, with `model.json`, `data.npz` and `orbax/checkpoint_<step>`. Every
-kind of `decode/<step>/<kind>/tokens` in data.npz is decoded from the batch 'padded': tokens must be
-equal, and scores differ by at most 1e-4.
-"""
+"""Decodes with T5X's reference models: every kind of `decode/<step>/<kind>/tokens` in data.npz."""
 
 from __future__ import annotations
 
 import functools
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from t5x_models import Reference, list_models, parameters, read_data_flag
+from t5x_models import Difference, Reference, difference, parameters
 
 from train.decoding import predict
 from train.t5x.decoding import as_search, beam_search, temperature_sample
 
-LIMIT = 1e-4
 
-
-# A kind of decoding of a checkpoint: wrong rows, rows, and the greatest difference of scores.
-Comparison = tuple[str, int, int, float]
-
-
-def compare_model(folder: Path) -> Iterator[Comparison]:
-    """Decodes with each checkpoint of a model in each recorded way."""
-    reference = Reference(folder)
+def compare_decoding(reference: Reference) -> Iterator[Difference]:
+    """Decodes with each checkpoint of a model in each recorded way, from the batch 'padded'."""
     facts, arrays = reference.facts, reference.arrays
     prefix = facts['model'].get('inputs_bidirectional_attention')
     settings = {'bidirectional_prefix': prefix} if reference.is_decoder_only else {}
     objective = reference.objective(**settings)
     kinds = sorted({tuple(k.split('/')[1:3]) for k in arrays if re.match('decode/step', k)})
     for step, kind in kinds:
-        params = parameters(folder / f'orbax/checkpoint_{step.removeprefix("step")}')
+        params = parameters(reference.folder / f'orbax/checkpoint_{step.removeprefix("step")}')
         batch = reference.batch('padded')
         if kind == 'greedy_prompted':
             batch['decoder_input_tokens'] = arrays['decode/prompt_decoder_input_tokens']
@@ -46,8 +31,9 @@ def compare_model(folder: Path) -> Iterator[Comparison]:
         found = jax.jit(run)(params, batch)
         tokens, scores = (arrays.get(f'decode/{step}/{kind}/{n}') for n in ('tokens', 'scores'))
         wrong = int(np.any(np.asarray(found.tokens) != tokens, axis=(1, 2)).sum())
-        difference = 0.0 if scores is None else float(np.abs(found.scores - scores).max())
-        yield f'{step} {kind}', wrong, len(found.tokens), difference
+        yield Difference('decoded rows', wrong, f'{step} {kind}')
+        if scores is not None:
+            yield Difference('decoding scores', difference(found.scores, scores), f'{step} {kind}')
 
 
 def predictor(objective: Any, kind: str, eos2: int | None) -> Any:
@@ -76,21 +62,3 @@ def predictor(objective: Any, kind: str, eos2: int | None) -> Any:
         prompt_with_targets=base == 'greedy_prompted',
         end_token=eos2 if kind.endswith('_eos2') else 1,
     )
-
-
-def main() -> int:
-    """Prints a line for each kind, and returns 1 if one differs."""
-    bad = 0
-    for folder in list_models(read_data_flag(__doc__)):
-        for kind, wrong, rows, difference in compare_model(folder):
-            ok = not wrong and difference <= LIMIT
-            bad += not ok
-            equal = f'{rows - wrong} of {rows} rows equal'
-            end = '' if ok else '  DIFFERS'
-            print(f'{folder.name:<14} {kind:<34} {equal}, scores {difference:.1e}{end}')
-    print(f'{bad} kinds differ' if bad else 'all kinds are equal')
-    return int(bool(bad))
-
-
-if __name__ == '__main__':
-    raise SystemExit(main())

@@ -5,11 +5,10 @@ Each has a folder with `model.json`, `data.npz` and checkpoints of both formats.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -22,16 +21,18 @@ from train.objectives import EncoderDecoder, PrefixLanguageModel, TokenLoss
 from train.t5x.modules import MODULES
 
 
-def read_data_flag(doc: str | None) -> Path:
-    """Reads the flag --data, which all of these benchmarks need."""
-    parser = argparse.ArgumentParser(description=(doc or '').splitlines()[0])
-    parser.add_argument('--data', type=Path, required=True, help='the folder of the references')
-    return parser.parse_args().data
+class Difference(NamedTuple):
+    """The difference of one figure, and where it was found."""
+
+    figure: str
+    value: float
+    where: str
 
 
-def list_models(data: Path) -> list[Path]:
-    """Returns the folders of the models."""
-    return sorted(path.parent for path in data.glob('*/model.json'))
+def difference(found: Any, expected: Any) -> float:
+    """The greatest absolute difference of two arrays; infinite if their shapes differ."""
+    found, expected = (np.asarray(x, np.float64) for x in (found, expected))
+    return float(np.max(np.abs(found - expected))) if found.shape == expected.shape else np.inf
 
 
 class Reference:

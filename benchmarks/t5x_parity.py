@@ -1,30 +1,43 @@
 """T5X's reference models here: the greatest differences from what T5X itself computed.
 
-  python benchmarks/t5x_parity.py --data DIR
+  python benchmarks/t5x_parity.py --data DIR [--parts=training,decoding]
 
 DIR has a folder for each model, with `model.json`, `data.npz` and checkpoints; and folders
-`<model>_variants` with the same checkpoints stored otherwise. The checkpoints of both formats are
-read, and all batches of `data.npz` are computed: logits, encoder outputs, scores, losses with every
-divisor, and gradients. Rows are made from the raw examples. Differences are absolute, relative for
-losses and scores, and multiples of what rounding explains for ten steps of training. The command
-fails if one is above its limit.
+`<model>_variants` with the same checkpoints stored otherwise. The parts are:
+
+- network: all batches of `data.npz` are computed from the checkpoints of both formats: logits,
+  encoder outputs, scores, losses with every divisor, and gradients. Rows are made from the raw
+  examples.
+- training: ten steps with Adafactor, see t5x_training.py.
+- decoding: tokens and scores, see t5x_decoding.py.
+- checkpoints: every array, read, restored onto meshes and written, see t5x_checkpoints.py.
+
+Differences are absolute, relative for losses, scores and sums, and shares for arrays and rows. The
+command fails if one is above its limit.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+os.environ.setdefault('JAX_NUM_CPU_DEVICES', '8')
 
 import flax.linen as nn
 import jax
 import numpy as np
-import t5x_training
 from flax.traverse_util import flatten_dict
-from t5x_models import Reference, list_models, parameters, read_data_flag
+from t5x_checkpoints import compare_checkpoints
+from t5x_decoding import compare_decoding
+from t5x_models import Difference, Reference, difference, parameters
+from t5x_training import compare_training
 
+from benchmarks.campaigns import parse_names
 from train.data import InputsToTargets, TokenIds
 from train.objectives import compute_loss
 
@@ -32,6 +45,10 @@ from train.objectives import compute_loss
 LIMITS = {
     'names and axes': 0.0,
     'rows': 0.0,
+    'arrays': 0.0,
+    'decoded rows': 0.0,
+    'decoding scores': 1e-4,
+    'sums of arrays': 1e-6,
     'ten steps:': 1.0,  # of what rounding explains, see t5x_training.py
     'initial': 1e-6,
     'logits_bfloat16': 0.05,
@@ -48,14 +65,6 @@ DIVISORS = {
 }
 
 Arrays = Mapping[str, Any]
-
-
-class Difference(NamedTuple):
-    """The difference of one figure, and where it was found."""
-
-    figure: str
-    value: float
-    where: str
 
 
 class Given(nn.Module):
@@ -76,7 +85,7 @@ def compare_initial(reference: Reference) -> Iterator[Difference]:
     if (stored := reference.folder / 'legacy/checkpoint_0').exists():
         expected = flatten_dict(parameters(stored), sep='/')
         for name, value in flatten_dict(nn.unbox(variables['params']), sep='/').items():
-            yield Difference('initial parameters', _difference(value, expected[name]), name)
+            yield Difference('initial parameters', difference(value, expected[name]), name)
 
 
 def compare_rows(reference: Reference) -> Iterator[Difference]:
@@ -99,11 +108,11 @@ def compare_rows(reference: Reference) -> Iterator[Difference]:
         made = [rows.in_order()[i] for i in range(len(expected['decoder_target_tokens']))]
         different = float(made[0].keys() != expected.keys())
         for key in made[0].keys() & expected.keys():
-            found = _difference(np.stack([row[key] for row in made]), expected[key])
+            found = difference(np.stack([row[key] for row in made]), expected[key])
             yield Difference('rows', max(found, different), f'{name}, {key}')
 
 
-def compare_checkpoints(
+def compare_results(
     reference: Reference, checkpoints: Mapping[str, tuple[str, Any]]
 ) -> Iterator[Difference]:
     """Compares the results of a network, given (step, parameters) by the name of a checkpoint."""
@@ -120,7 +129,7 @@ def compare_checkpoints(
                     continue
                 logits = run(network, params, inputs, dropout)
                 where = f'{batch_name}, {name}'
-                yield Difference(kind, _difference(logits, expected), where)
+                yield Difference(kind, difference(logits, expected), where)
                 if kind == 'logits':
                     yield from _compare_losses(reference, batch_name, step, logits, where)
         if f'{batch_name}/step0/encoded' in reference.arrays:
@@ -132,7 +141,7 @@ def compare_checkpoints(
             tokens = batch['encoder_input_tokens'], batch.get('encoder_segment_ids')
             for name, (step, params) in checkpoints.items():
                 expected = reference.arrays[f'{batch_name}/{step}/encoded']
-                found = _difference(encode(params, *tokens), expected)
+                found = difference(encode(params, *tokens), expected)
                 yield Difference('encoder outputs', found, f'{batch_name}, {name}')
 
 
@@ -194,16 +203,15 @@ def compare_gradients(reference: Reference, params: Any) -> Iterator[Difference]
         return found.total / objective.divisor(found.sums, batch)
 
     for name, value in flatten_dict(jax.jit(jax.grad(loss))(params), sep='/').items():
-        yield Difference('gradients', _difference(value, reference.arrays[f'grad0/{name}']), name)
+        yield Difference('gradients', difference(value, reference.arrays[f'grad0/{name}']), name)
 
 
-def compare_model(folder: Path, variants: Path) -> Iterator[Difference]:
-    """Compares everything of a model."""
-    reference = Reference(folder)
+def compare_network(reference: Reference, variants: Path) -> Iterator[Difference]:
+    """Compares everything that a network computes, and its rows."""
     yield from compare_rows(reference)
     yield from compare_initial(reference)
     checkpoints: dict[str, tuple[str, Any]] = {}
-    for path in sorted(folder.glob('*/checkpoint_*')):
+    for path in sorted(reference.folder.glob('*/checkpoint_*')):
         step = f'step{path.name.removeprefix("checkpoint_")}'
         checkpoints[f'{path.parent.name} {step}'] = step, parameters(path)
     yield from compare_gradients(reference, checkpoints['legacy step0'][1])
@@ -213,32 +221,36 @@ def compare_model(folder: Path, variants: Path) -> Iterator[Difference]:
         for name, rounding in facts['reload_max_abs_diff_to_float32'].items():
             params = parameters(variants / name / 'checkpoint_10')
             flat = flatten_dict(params, sep='/')
-            found = max(_difference(flat[k], plain[k]) for k in plain)
+            found = max(difference(flat[k], plain[k]) for k in plain)
             yield Difference('parameters of variants', abs(found - rounding), name)
             if not rounding:
                 checkpoints[name] = 'step10', params
-    yield from compare_checkpoints(reference, checkpoints)
-    for run, differences in t5x_training.compare_model(folder):
-        for name, value in differences.items():
-            yield Difference(f'ten steps: {name}', value, run)
+    yield from compare_results(reference, checkpoints)
 
 
-def _difference(found: Any, expected: Any) -> float:
-    found, expected = (np.asarray(x, np.float64) for x in (found, expected))
-    return float(np.max(np.abs(found - expected))) if found.shape == expected.shape else np.inf
+PARTS: dict[str, Callable[[Reference, Path], Iterator[Difference]]] = {
+    'network': compare_network,
+    'training': lambda reference, variants: compare_training(reference),
+    'decoding': lambda reference, variants: compare_decoding(reference),
+    'checkpoints': compare_checkpoints,
+}
 
 
 def main() -> None:
-    data = read_data_flag(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--data', type=Path, required=True, help='the folder of the references')
+    parser.add_argument('--parts', help=f'separated by commas: {", ".join(PARTS)} (all)')
+    options, failed = parser.parse_args(), False
+    parts = [PARTS[name] for name in parse_names(options.parts, PARTS, 'part')]
     print(f'{"model":16}{"figure":34}{"worst":>10}{"limit":>10}  compared, worst at')
-    failed = False
-    for folder in list_models(data):
+    for folder in sorted(path.parent for path in options.data.glob('*/model.json')):
         found: dict[str, list[Difference]] = {}
-        for difference in compare_model(folder, data / f'{folder.name}_variants'):
-            found.setdefault(difference.figure, []).append(difference)
+        variants = options.data / f'{folder.name}_variants'
+        for one in (each for part in parts for each in part(Reference(folder), variants)):
+            found.setdefault(one.figure, []).append(one)
         for figure, differences in found.items():
             limit = next(limit for name, limit in LIMITS.items() if figure.startswith(name))
-            worst = max(differences, key=lambda difference: difference.value)
+            worst = max(differences, key=lambda one: one.value)
             failed |= not worst.value <= limit
             row = f'{folder.name:16}{figure:34}{worst.value:10.1e}{limit:10.0e}'
             print(f'{row}  {len(differences)}, {worst.where}', flush=True)

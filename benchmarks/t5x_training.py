@@ -1,16 +1,12 @@
 """Ten train steps with Adafactor on T5X's reference models, compared with what T5X itself computed.
 
-  python benchmarks/t5x_training.py --data DIR
-
-DIR has a folder for each model, with `model.json`, `data.npz` and `legacy/checkpoint_0`. For each
-run in `train` of model.json, the greatest differences of the losses, and of the sums of squares of
-the parameters and of the optimizer's state, are printed, as multiples of the difference that
-rounding explains (see tests/tolerances.py). None may be above 1. Rates are compared exactly.
+For each run in `train` of model.json, these are the greatest differences of the losses, and of the
+sums of squares of the parameters and of the optimizer's state, as multiples of the difference that
+rounding explains (see tests/tolerances.py). None may be above 1.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from t5x_models import Reference, list_models, parameters, read_data_flag
+from t5x_models import Difference, Reference, parameters
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / 'tests'))
 
@@ -30,18 +26,17 @@ from partitioning.state import path_str
 from train.optimizers import as_transformation
 from train.running.steps import make_train_step
 from train.t5x.adafactor import Adafactor, standard_logical_factor_rules
-from train.t5x.schedules import create_learning_rate_scheduler
 
 # The factor of the z-loss in all runs.
 Z_LOSS = 1e-4
 
 
-def compare_model(folder: Path) -> Iterator[tuple[str, dict[str, float]]]:
+def compare_training(reference: Reference) -> Iterator[Difference]:
     """Trains a model with each of its runs' settings, and compares the results with T5X's."""
-    reference = Reference(folder)
-    params = parameters(folder / 'legacy/checkpoint_0')
-    for name, run in reference.facts['train'].items():
-        yield name, compare_run(reference, params, run)
+    params = parameters(reference.folder / 'legacy/checkpoint_0')
+    for run, settings in reference.facts['train'].items():
+        for name, value in compare_run(reference, params, settings).items():
+            yield Difference(f'ten steps: {name}', value, run)
 
 
 def compare_run(reference: Reference, params: Any, run: dict[str, Any]) -> dict[str, float]:
@@ -96,31 +91,3 @@ def compare_run(reference: Reference, params: Any, run: dict[str, Any]) -> dict[
 def _flat(tree: Any) -> list[tuple[str, np.ndarray]]:
     flat = jax.tree_util.tree_leaves_with_path(tree)
     return [(path_str(path), np.asarray(x)) for path, x in flat]
-
-
-def compare_rates(path: Path) -> tuple[int, int]:
-    """Returns how many learning rates are compared, and how many differ in any digit."""
-    different = []
-    for case in json.loads(path.read_text()):
-        rate = create_learning_rate_scheduler(**case['settings'])
-        pairs = zip(case['steps'], case['values'], strict=True)
-        different += [float(rate(step)) != value for step, value in pairs]
-    return len(different), sum(different)
-
-
-def main() -> int:
-    """Prints the differences; the exit status is 1 if one is too large."""
-    data, failed = read_data_flag(__doc__), False
-    for folder in list_models(data):
-        for run, differences in compare_model(folder):
-            wrong = max(differences.values()) > 1
-            failed |= wrong
-            figures = ', '.join(f'{k} {v:.2f}' for k, v in differences.items())
-            print(f'{folder.name} {run}: {figures}{" FAILED" if wrong else ""}')
-    count, differing = compare_rates(data / 'learning_rates.json')
-    print(f'learning rates: {differing} of {count} differ')
-    return int(failed or differing > 0)
-
-
-if __name__ == '__main__':
-    raise SystemExit(main())

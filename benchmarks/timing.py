@@ -31,6 +31,23 @@ def compare(
     return [statistics.median(t) for t in zip(*((a, b, a / b) for a, b in pairs), strict=True)]
 
 
+def medians(
+    works: Mapping[str, Callable[[], Sequence[float]]], rounds: int
+) -> dict[str, list[float]]:
+    """Measures each of `works` once a round; returns the medians of its figures.
+
+    Every second round is in the reverse order.
+    """
+    found: dict[str, list[Sequence[float]]] = {name: [] for name in works}
+    for number in range(rounds):
+        for name in list(works)[:: -1 if number % 2 else 1]:
+            found[name].append(works[name]())
+    return {
+        name: [statistics.median(values) for values in zip(*figures, strict=True)]
+        for name, figures in found.items()
+    }
+
+
 def growth(results: Mapping[int, Sequence[float]]) -> tuple[int, int, list[float]]:
     """Returns the first and the last size, and the exponents with which times grow with sizes."""
     (few, first), *_, (many, last) = results.items()

@@ -22,10 +22,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -41,7 +39,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from plain_transformer import Sizes, compute_logits, init_params, make_step
 
-from benchmarks.campaigns import call_command, parse_names
+from benchmarks.campaigns import call_in_new_process, parse_names
 
 if TYPE_CHECKING:  # plain JAX does not wait for the imports of the trainer
     from meshwright import Forecast
@@ -236,23 +234,17 @@ def describe_work(model: str) -> dict[str, float | None]:
     return {'tokens': batch_size * case.length, 'seconds_at_peak': peak and 3 * forward / peak}
 
 
-def measure(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-    """Calls a function in a new process, and returns its results."""
-    command = call_command(function, *arguments)
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return json.loads(output.splitlines()[-1])
-
-
 LOOPS = {'trainer': run_trainer, 'plain': run_plain, 'torch': run_torch}
 
 
 def compare(model: str, loops: list[str], repetitions: int, steps: int) -> None:
     """Lets the loops take turns, and prints their medians, and their ratios to the first."""
-    work = measure(describe_work, model)
+    work = call_in_new_process(describe_work, model)
     results: dict[str, list[dict[str, float]]] = {loop: [] for loop in loops}
     for repetition in range(repetitions):
         for loop in loops[:: -1 if repetition % 2 else 1]:
-            results[loop].append(measure(LOOPS[loop], model, steps, time.time()))
+            found = call_in_new_process(LOOPS[loop], model, steps, time.time())
+            results[loop].append(found)
     first = _medians(results[loops[0]])
     for loop in loops:
         found = _medians(results[loop])

@@ -33,11 +33,7 @@ def _is_prose(line: str) -> bool:
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line, and whose help is as wide as the terminal.
 
-    Args:
-      prog: the command.
-      usage: its arguments in one line, by default as argparse writes them.
-      description: what it does, and examples with {prog} for its name.
-      **settings: other settings of an ArgumentParser.
+    The description says what the command does, with examples that have {prog} for its name.
     """
 
     def __init__(self, prog: str, usage: str = '', description: str = '', **settings: Any):

@@ -45,17 +45,9 @@ def global_mesh_defined() -> bool:
 def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
     """Lays out a pytree of arrays by PartitionSpecs over the mesh that is set.
 
-    Args:
-      x: a pytree of arrays.
-      axis_resources: PartitionSpecs, a pytree that is a prefix of `x`. None replicates. A
-        PaddedSpec counts as its `inside` within partitioned functions.
-
-    Returns:
-      The arrays in these layouts, or `x` itself if no mesh is set. CPUs get the layouts too, so
-      that tests on CPUs find errors.
-
-    Raises:
-      ValueError: if `lay_out` raises it for an array.
+    None replicates, and a PaddedSpec counts as its `inside` within partitioned functions. Without a
+    mesh, `x` itself is returned. CPUs get the layouts too, so that tests on CPUs find errors. The
+    errors are those of `lay_out`.
     """
     if not global_mesh_defined():
         _check_no_old_context()
@@ -90,7 +82,6 @@ def constrain(
     array is one shard.
 
     Args:
-      x: an array.
       names: one logical axis name or None per dimension. `PartitionSpec.UNCONSTRAINED` leaves the
         layout of a dimension to XLA.
       rules: logical axis rules. By default these are the rules of the context, which partitioned
@@ -163,18 +154,9 @@ def activation_spec(
 ) -> PartitionSpec | PaddedSpec | None:
     """Returns the layout that `constrain` gives to an activation, for example for `jax.shard_map`.
 
-    Args:
-      shape: the shape of the activation; inside a `jax.shard_map`, the shape of one shard.
-      names: as for `constrain`.
-      rules: as for `constrain`.
-      on_indivisible: as for `constrain`.
-
-    Returns:
-      The spec without Manual axes, or None if no mesh is set, or if all axes of the mesh are Manual
-      and there are no rules.
-
-    Raises:
-      ValueError: if a mesh is set and there are no rules, or if `resolve_axes` raises it.
+    The arguments are those of `constrain`, with the shape of the activation or, inside a
+    `jax.shard_map`, of one shard. The spec has no Manual axes. It is None if no mesh is set, or if
+    all axes of the mesh are Manual and there are no rules. The errors are those of `constrain`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:

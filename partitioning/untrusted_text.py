@@ -40,15 +40,8 @@ def parse_json(
 def read_regular_file(path: str | os.PathLike[str], most: int) -> tuple[bytes, int] | None:
     """Reads a file that may be something else, such as a pipe that nobody writes to, or a device.
 
-    Args:
-      path: the file.
-      most: the most bytes to read.
-
-    Returns:
-      The first bytes and the mode of a regular file; None if it is not one.
-
-    Raises:
-      OSError: if it cannot be opened.
+    It returns at most `most` bytes and the mode of a regular file, or None if it is not one. A file
+    that cannot be opened is an OSError.
     """
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:

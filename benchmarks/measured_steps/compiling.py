@@ -26,13 +26,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
-from benchmarks.campaigns import parse_names
+from benchmarks.campaigns import package_versions, parse_names
 from meshwright.program.costs import mesh_axes, read_memory
 from meshwright.time import find_kernel_work
 from partitioning.hardware import chip_of
@@ -134,7 +133,7 @@ def trace_program(program: Any) -> Traced:
         'matmul_flops': count_jaxpr_flops(jaxpr.jaxpr, kernels=False) / program.num_devices,
         'kernel_work': [dataclasses.asdict(k) for k in find_kernel_work(jaxpr)],
         'compiler_options': run.compiler_options,
-        'versions': {package: _version(package) for package in _PACKAGES},
+        'versions': package_versions(*_PACKAGES),
     }
     return Traced(found, lowered, jaxpr, mesh)
 
@@ -203,13 +202,6 @@ def _save(
 
 def _is_out_of_memory(message: str) -> bool:
     return any(word in message for word in ('RESOURCE_EXHAUSTED', 'Ran out of memory', 'HbmOom'))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 if __name__ == '__main__':

@@ -22,7 +22,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -31,6 +30,7 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 import jax
 from jax.sharding import Mesh, Sharding
 
+from benchmarks.campaigns import package_versions
 from meshwright import jax_private
 from meshwright.calls.target import target_of_mesh
 from meshwright.dry.command import check
@@ -200,7 +200,7 @@ def describe(step: CompiledFunction) -> dict[str, Any]:
         'parameters': _count_parameters(step),
         'work': to_plain(work),
         'peak_by_formula': estimate_memory(laid_out, chip).peak,
-        'versions': {package: _version(package) for package in _PACKAGES},
+        'versions': package_versions(*_PACKAGES),
     }
 
 
@@ -236,13 +236,6 @@ def _first_line(error: BaseException) -> str:
 def _cpu_seconds() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _main(arguments: Sequence[str]) -> int:

@@ -27,10 +27,10 @@ from meshwright.time.work import KernelWork
 from partitioning.products.flops import (
     RECOMPUTED,
     bodies_of,
+    count_blocks,
     count_jaxpr_flops,
     open_jaxpr,
 )
-from partitioning.products.grids import count_blocks
 
 # The matrix products of attention: two forward; backward five, two of which are recomputed scores.
 _FORWARD, _BACKWARD = 2, 5

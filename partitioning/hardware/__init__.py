@@ -33,19 +33,15 @@ from partitioning.hardware.devices import (
     slice_bounds as slice_bounds,
     slice_of as slice_of,
     stand_in_devices as stand_in_devices,
+    use_cpu_without_accelerators as use_cpu_without_accelerators,
 )
-from partitioning.hardware.drawn import (
-    drawing_devices as drawing_devices,
-)
+from partitioning.hardware.drawn import drawing_devices as drawing_devices
 from partitioning.hardware.jax_private import (
     described_cudnn as described_cudnn,
     is_of_pmap as is_of_pmap,
     is_pmapped as is_pmapped,
     num_cached as num_cached,
     this_process as this_process,
-)
-from partitioning.hardware.present import (
-    use_cpu_without_accelerators as use_cpu_without_accelerators,
 )
 from partitioning.hardware.topology import (
     Topology as Topology,

@@ -82,9 +82,7 @@ def draw_tpus(
 ) -> tuple[JaxDevice, ...]:
     """The devices of TPU slices, host by host.
 
-    Args:
-      bounds: the chips of a slice along x, y and z.
-      host: the chips of a host along x, y and z.
+    `bounds` are the chips of a slice, and `host` the chips of a host, along x, y and z.
     """
     cores, (nx, ny, _) = chip.devices, bounds
     hosts = [b // h for b, h in zip(bounds, host, strict=True)]
@@ -116,9 +114,7 @@ def draw_tpus(
 def draw_gpus(chip: Chip, shape: Sequence[int], num_domains: int) -> tuple[JaxDevice, ...]:
     """The devices of GPU hosts.
 
-    Args:
-      shape: the hosts of an NVLink domain, and the GPUs of a host.
-      num_domains: the number of domains.
+    `shape` has the hosts of an NVLink domain, and the GPUs of a host.
     """
     hosts, gpus = shape
     places = itertools.product(range(num_domains), range(hosts), range(gpus))

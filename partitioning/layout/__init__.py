@@ -19,7 +19,4 @@ from partitioning.layout.chunker import (
     LocalChunker as LocalChunker,
     LocalChunkInfo as LocalChunkInfo,
 )
-from partitioning.layout.ownership import (
-    DataLayout as DataLayout,
-    data_layout as data_layout,
-)
+from partitioning.layout.ownership import DataLayout as DataLayout, data_layout as data_layout

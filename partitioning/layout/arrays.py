@@ -120,16 +120,9 @@ def global_to_local(global_batch: Any) -> Any:
 def host_local_array_to_global_array(arr_tree: Any, mesh: Mesh, pspecs: Any) -> Any:
     """Global arrays from each process's chunk of every array.
 
-    Args:
-      arr_tree: a pytree of arrays, each of which is this process's chunk in every dimension.
-      mesh: the global mesh.
-      pspecs: a pytree of PartitionSpecs that is a prefix of `arr_tree`; None replicates.
-
-    Returns:
-      A pytree of global jax.Arrays.
-
-    Raises:
-      ValueError: if an array cannot have its spec on the mesh.
+    `arr_tree` is a pytree of arrays, each of which is the chunk of this process in every dimension,
+    and `pspecs` a prefix of it, of PartitionSpecs for the global `mesh`; None replicates. A spec
+    that an array cannot have is a ValueError.
     """
     from jax.experimental import multihost_utils
 

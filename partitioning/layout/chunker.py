@@ -12,12 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from partitioning.hardware import this_process
-from partitioning.layout.ownership import (
-    Axes,
-    ShardOwnership,
-    axes_per_dimension,
-    shard_ownership,
-)
+from partitioning.layout.ownership import Axes, ShardOwnership, axes_per_dimension, shard_ownership
 from partitioning.rules import MeshAxes, as_tuple, indivisible, rank_problem
 
 Indivisible = Literal['error', 'pad']
@@ -44,10 +39,7 @@ class LocalChunker:
       global_mesh: any mesh.
       process_index: the process that holds the chunks; by default this one.
 
-    Attributes:
-      global_mesh: the mesh.
-      mesh_axes: the names of its axes, in order.
-      process_index: the process that holds the chunks.
+    The attributes have the names of the arguments, and `mesh_axes` the names of the mesh axes.
 
     Raises:
       ValueError: if the process holds no device of the mesh.

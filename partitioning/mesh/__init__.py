@@ -1,8 +1,6 @@
 """Builds the mesh of any machine from a MeshConfig, and describes the order of its devices."""
 
-from partitioning.mesh.config import (
-    MeshConfig as MeshConfig,
-)
+from partitioning.mesh.config import MeshConfig as MeshConfig
 from partitioning.mesh.order import (
     AxisRing as AxisRing,
     Placement as Placement,
@@ -11,6 +9,4 @@ from partitioning.mesh.order import (
     find_placement as find_placement,
     mesh_table as mesh_table,
 )
-from partitioning.mesh.validation import (
-    AxisTypes as AxisTypes,
-)
+from partitioning.mesh.validation import AxisTypes as AxisTypes

@@ -144,12 +144,8 @@ class MeshConfig:
         of devices where T5X has one.
 
         Args:
-          num_partitions: the size of the 'model' axis; the remaining devices make 'data'.
-          model_parallel_submesh: the tile of the 'model' axis, instead of `num_partitions`.
-          backend: the JAX backend whose devices to use.
-          ici_mesh_shape: the size of each axis within a slice, together with `dcn_mesh_shape` and
-            instead of `num_partitions`.
-          dcn_mesh_shape: the size of each axis over slices.
+          num_partitions, model_parallel_submesh, backend, ici_mesh_shape, dcn_mesh_shape: T5X's
+            settings of a mesh; see `MeshSettings`.
           mesh_axis_names: other names than ('data', 'model') or ('replica', 'data', 'model'). With
             the two shapes there may be any number of axes. With `num_partitions`, the first of
             three names is the axis of the slices, also on one slice.

@@ -112,7 +112,7 @@ def _check_one_decides(given: dict[str, Any], dcn_mesh_shape: Sequence[int] | No
     if not given:
         raise ValueError(
             'At least one of num_partitions, model_parallel_submesh, ici_mesh_shape (with '
-            'dcn_mesh_shape) or mesh must be set'
+            "dcn_mesh_shape) or mesh must be set: write a mesh, such as {'data': -1, 'model': 2}"
         )
     if 'model_parallel_submesh' in given:
         check_submesh(given['model_parallel_submesh'])

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
-import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from partitioning.layout import (
@@ -18,7 +17,6 @@ from partitioning.layout import (
     LocalChunkInfo,
     data_layout,
     global_to_local,
-    host_local_array_to_global_array,
     local_to_global,
 )
 from partitioning.partitioner.batches import check_batch, check_data_spec
@@ -40,7 +38,6 @@ from partitioning.partitioner.t5x_settings import (
     settings_of,
 )
 from partitioning.plan import Plan
-from partitioning.programs.boundary import to_shardings
 from partitioning.programs.partitioned_function import (
     CompiledPartitionedCallable,
     PartitionedCallable,
@@ -53,12 +50,11 @@ from partitioning.rules import (
     as_tuple,
     boundary_spec,
     check_axes,
-    check_has_devices,
     is_count,
     num_shards,
     spec_str,
 )
-from partitioning.state import get_logical_axes, unbox
+from partitioning.state import unbox
 from partitioning.tracebacks import hide_own_frames
 from partitioning.values import kind_str
 
@@ -67,14 +63,8 @@ class BasePartitioner(PartitionerObject, abc.ABC):
     """Lays out data and train states over a mesh, and partitions functions.
 
     Subclasses say what the mesh is, how a state maps to it, and how a function is partitioned.
-
-    Args:
-      mesh: the mesh or its description; see PjitPartitioner. With an AbstractMesh, everything works
-        that needs no devices.
-      **t5x: T5X's arguments, which can describe the mesh instead; see `MeshSettings`.
-
-    Raises:
-      ValueError: if no setting decides the mesh, or if two settings contradict each other.
+    The arguments and errors are those of PjitPartitioner, without a layout. With an AbstractMesh,
+    everything works that needs no devices.
     """
 
     def __init__(self, mesh: MeshSetting | None = None, **t5x: Unpack[MeshSettings]):
@@ -145,16 +135,6 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         """The number of devices that the batch is sharded over, 4 for data 4 x model 2."""
         return num_shards(self._data_axes, self.mesh)
 
-    @property
-    def data_shards(self) -> int:
-        """The number of chunks into which the processes divide the batch, by T5X's name."""
-        return self._local_chunker.get_num_shards(self._data_axes)
-
-    @property
-    def data_shard_id(self) -> int:
-        """The number of the chunk that this process reads."""
-        return self._local_chunker.get_shard_id(self._data_axes)
-
     def get_data_layout(
         self, batch_size: int | None = None, host_index: int | None = None
     ) -> DataLayout:
@@ -218,22 +198,6 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         return self._local_chunker.get_local_chunks(global_shape, spec, on_indivisible)
 
     # The train state.
-
-    @property
-    def params_on_devices(self) -> bool:
-        """Whether parameters live on the devices from the start."""
-        return self._params_on_devices
-
-    @params_on_devices.setter
-    def params_on_devices(self, value: bool) -> None:
-        self._params_on_devices = value
-
-    def move_params_to_devices(self, train_state: Any, train_state_axes: Any) -> Any:
-        """Moves a state in host memory onto the mesh, by its specs; each process gives its part."""
-        check_has_devices(self.mesh, 'move_params_to_devices')
-        if jax.process_count() > 1:
-            return host_local_array_to_global_array(train_state, self.mesh, train_state_axes)
-        return jax.device_put(train_state, to_shardings(train_state_axes, self.mesh))
 
     @hide_own_frames
     def plan(self, init_or_state: Any, /, *args: Any) -> Plan:
@@ -317,14 +281,6 @@ class BasePartitioner(PartitionerObject, abc.ABC):
     def eval_shape(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`jax.eval_shape` inside the mesh and the rules; the result keeps its boxes and names."""
         return trace_init(fn, self.mesh, self.logical_axis_rules, args)[0]
-
-    def get_logical_axes(self, train_state: Any) -> Any:
-        """The state with AxisNames for leaves, by T5X's name."""
-        return get_logical_axes(train_state)
-
-    def get_mesh_axes(self, train_state: Any) -> Any:
-        """The state with a PartitionSpec for every array, by T5X's name: `plan(state).specs`."""
-        return self._plan_state(train_state).specs
 
     # Functions.
 

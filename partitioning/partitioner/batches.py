@@ -38,19 +38,10 @@ def _is_old_key(x: Any) -> bool:
 def batch_specs(batch: Any, spec: Any, mesh: Mesh, name: str, *, is_default: bool = False) -> Any:
     """The specs of the arrays of a batch.
 
-    Args:
-      batch: the batch.
-      spec: a spec for each of its arrays that is not a scalar, or a tree of specs.
-      mesh: the mesh.
-      name: the name of the batch, for messages.
-      is_default: whether the user has not chosen the spec. Then sizes must be divisible.
-
-    Returns:
-      `spec`, if it fits every array; or a tree of specs, in which scalars are replicated.
-
-    Raises:
-      ValueError: if nobody has chosen the spec, and the first dimension of an array does not fit;
-        or if a list of numbers stands for an array.
+    `spec` is for each array that is not a scalar, or it is a tree of specs. It is returned if it
+    fits every array, and otherwise a tree of specs, in which scalars are replicated. A size that
+    does not divide is a ValueError if the user has not chosen the spec (`is_default`), and a list
+    of numbers in place of an array always is.
     """
     if not is_resource(spec):
         _check_structure(batch, spec, name)

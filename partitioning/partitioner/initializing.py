@@ -34,8 +34,7 @@ def is_init_function(x: Any, args: tuple[Any, ...]) -> bool:
     Modules of nnx and Equinox can be called, but they hold arrays, so they are states, unless there
     are arguments to call them with.
 
-    Raises:
-      ValueError: if there are arguments for a state.
+    Arguments for a state are a ValueError.
     """
     if isinstance(x, type | functools.partial | types.FunctionType | types.MethodType):
         return True
@@ -56,12 +55,8 @@ def trace_init(
 ) -> tuple[Any, InitProgram]:
     """Traces an init function once, inside the mesh and the rules; `args` may be abstract.
 
-    Returns:
-      The abstract state with its boxes, and the program that makes the state. No array of either
-      is weakly typed.
-
-    Raises:
-      ValueError: with the path of the first leaf of the state that is not an array.
+    The result is the abstract state with its boxes, and the program that makes the state; no array
+    of either is weakly typed. A leaf that is not an array is a ValueError with its path.
     """
 
     check_not_pmapped(init_fn)

@@ -1,4 +1,4 @@
-"""A partitioner as a Python object: its attributes, repr, copies and pickles."""
+"""A partitioner as a Python object: its attributes, repr, copies and pickles, and T5X's names."""
 
 from __future__ import annotations
 
@@ -7,15 +7,69 @@ import textwrap
 from collections.abc import Collection
 from typing import Any, Self
 
+import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from partitioning.layout import host_local_array_to_global_array
 from partitioning.mesh import MeshConfig, describe_devices
 from partitioning.partitioner.settings import AnyMesh
 from partitioning.partitioner.t5x_settings import T5xSetting
-from partitioning.rules import describe_axes
+from partitioning.programs.boundary import to_shardings
+from partitioning.rules import check_has_devices, describe_axes
+from partitioning.state import get_logical_axes
 
 
-class PartitionerObject:
+class T5xNames:
+    """What programs of T5X call by other names, or what a mesh and a layout make needless."""
+
+    _num_partitions = T5xSetting()
+    _model_parallel_submesh = T5xSetting()
+    _backend = T5xSetting()
+    _ici_mesh_shape = T5xSetting()
+    _dcn_mesh_shape = T5xSetting()
+    _params_on_devices: bool
+
+    def get_mesh_axes(self: Any, train_state: Any) -> Any:
+        """The state with a PartitionSpec for every array: `plan(state).specs`."""
+        return self._plan_state(train_state).specs
+
+    def get_logical_axes(self, train_state: Any) -> Any:
+        """The state with AxisNames for leaves: `plan(state).logical_axes`."""
+        return get_logical_axes(train_state)
+
+    @property
+    def data_shards(self: Any) -> int:
+        """The number of chunks into which the processes divide the batch."""
+        return self._local_chunker.get_num_shards(self._data_axes)
+
+    @property
+    def data_shard_id(self: Any) -> int:
+        """The number of the chunk that this process reads."""
+        return self._local_chunker.get_shard_id(self._data_axes)
+
+    @property
+    def use_shardy_partitioner(self) -> bool:
+        """Whether JAX partitions programs with Shardy."""
+        return bool(getattr(jax.config, 'jax_use_shardy_partitioner', True))
+
+    @property
+    def params_on_devices(self) -> bool:
+        """Whether parameters live on the devices from the start."""
+        return self._params_on_devices
+
+    @params_on_devices.setter
+    def params_on_devices(self, value: bool) -> None:
+        self._params_on_devices = value
+
+    def move_params_to_devices(self: Any, train_state: Any, train_state_axes: Any) -> Any:
+        """Moves a state in host memory onto the mesh, by its specs; each process gives its part."""
+        check_has_devices(self.mesh, 'move_params_to_devices')
+        if jax.process_count() > 1:
+            return host_local_array_to_global_array(train_state, self.mesh, train_state_axes)
+        return jax.device_put(train_state, to_shardings(train_state_axes, self.mesh))
+
+
+class PartitionerObject(T5xNames):
     """The behaviour of a partitioner as a Python object: its attributes, repr, and copies."""
 
     _mesh_source: AnyMesh
@@ -24,12 +78,6 @@ class PartitionerObject:
     # T5X's partitioners assign some.
     _cached_properties: frozenset[str] = frozenset()
     _assigned: frozenset[str] = frozenset()
-
-    _num_partitions = T5xSetting()
-    _model_parallel_submesh = T5xSetting()
-    _backend = T5xSetting()
-    _ici_mesh_shape = T5xSetting()
-    _dcn_mesh_shape = T5xSetting()
 
     @property
     def mesh_source(self) -> AnyMesh:

@@ -8,7 +8,6 @@ import logging
 from types import MappingProxyType
 from typing import Any, Self, Unpack
 
-import jax
 from jax.sharding import PartitionSpec
 
 from partitioning.mesh import MeshConfig
@@ -23,7 +22,6 @@ from partitioning.partitioner.chosen_rules import (
 )
 from partitioning.partitioner.initializing import is_init_function
 from partitioning.partitioner.keyword_hints import explain_positions
-from partitioning.partitioner.layout_parts import read_parts
 from partitioning.partitioner.settings import (
     LayoutSetting,
     LaysOutStates,
@@ -31,6 +29,7 @@ from partitioning.partitioner.settings import (
     by_partition_rules,
     default_mesh_of,
     read_mesh,
+    read_parts,
 )
 from partitioning.partitioner.t5x_settings import (
     T5xSettings,
@@ -59,12 +58,7 @@ from partitioning.rules import (
     logical_to_mesh_axes,
     standard_logical_axis_rules,
 )
-from partitioning.state import (
-    KnownBoxes,
-    get_logical_axes,
-    says_itself,
-    with_boxes,
-)
+from partitioning.state import KnownBoxes, get_logical_axes, says_itself, with_boxes
 from partitioning.tracebacks import hide_own_frames
 from partitioning.values import value_str
 
@@ -80,13 +74,16 @@ class PjitPartitioner(BasePjitPartitioner):
       for batch in batches:
         state, metrics = step(state, partitioner.to_global(batch))
 
+    `setup` is `plan`, `init` and `partition` in one call. `audit` and `lint` say what the layout
+    costs and what is suspicious. Methods by T5X's names are listed last, below `T5xNames`.
+
     Args:
       mesh: a jax Mesh or AbstractMesh, a MeshConfig, the sizes of its axes, of which one may be -1,
         or a described machine, 'v5p:4x4x4' or a Topology, with all devices on the axis 'data'.
       layout: logical axis rules, by default `standard_logical_axis_rules`; 'fsdp', which shards
         every array over all devices, or 'data_parallel'; (regular expression on paths,
         PartitionSpec) pairs; a Plan; or a ShardingPlan. Only rules need a `mesh`.
-      **t5x: T5X's arguments, which say the same by T5X's names; see `T5xSettings`.
+      **t5x: T5X's arguments, for programs of T5X; see `T5xSettings`.
 
     Raises:
       ValueError: if a setting is malformed, or if two settings contradict each other.
@@ -120,11 +117,6 @@ class PjitPartitioner(BasePjitPartitioner):
         return cls(mesh, by_partition_rules(rules), **t5x)
 
     # The rules.
-
-    @property
-    def use_shardy_partitioner(self) -> bool:
-        """Whether JAX partitions programs with Shardy, by T5X's name."""
-        return bool(getattr(jax.config, 'jax_use_shardy_partitioner', True))
 
     @property
     def logical_axis_rules(self) -> AxisRules:

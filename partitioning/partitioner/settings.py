@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
@@ -15,18 +16,8 @@ from partitioning.hardware import Topology
 from partitioning.mesh import MeshConfig
 from partitioning.partitioner.t5x_settings import given_for_mesh
 from partitioning.plan import Plan
-from partitioning.plan.layouts import (
-    LayoutWord,
-    PartitionRules,
-    RuleLayout,
-    check_partition_rules,
-)
-from partitioning.rules import (
-    AxisRules,
-    LogicalAxisRules,
-    axis_sizes,
-    nearest,
-)
+from partitioning.plan.layouts import LayoutWord, PartitionRules, RuleLayout, check_partition_rules
+from partitioning.rules import AxisRules, LogicalAxisRules, axis_sizes, nearest
 from partitioning.values import value_str
 
 # What a mesh is made from, and what can describe that.
@@ -70,11 +61,6 @@ def read_mesh(mesh: MeshSetting | None, t5x_settings: Mapping[str, Any]) -> AnyM
                 f'{mesh} and num_partitions={given["num_partitions"]} are given: keep one'
             )
         mesh, given = None, {'num_partitions': mesh, **given}
-    if mesh is None and not given.keys() - {'backend'}:
-        raise ValueError(
-            'At least one of num_partitions, model_parallel_submesh, ici_mesh_shape (with '
-            "dcn_mesh_shape) or mesh must be set: write a mesh, such as {'data': -1, 'model': 2}"
-        )
     if mesh is None:
         if given.keys() == {'num_partitions'}:
             return _mesh_of_partitions(**given)
@@ -127,12 +113,7 @@ def read_layout(
 ) -> tuple[OtherLayout | None, AxisRules | None]:
     """The layout of states if it is not by rules, and the rules, from a partitioner's arguments.
 
-    Args:
-      layout: the argument `layout`.
-      rules: T5X's `logical_axis_rules`.
-
-    Raises:
-      ValueError: if one is malformed, or if they contradict each other.
+    Malformed arguments, and arguments that contradict each other, are a ValueError.
     """
     given = None if rules is None else AxisRules(rules)
     if layout is None:
@@ -217,3 +198,50 @@ def _must_be(layout: Any) -> str:
         "[('embed', 'data'), ...], partition rules such as [('.*/kernel', PartitionSpec('data')), "
         '...], or a Plan'
     )
+
+
+# The argument of a partitioner, and the argument of AxisRules.
+_PARTS = {
+    'optimizer_axis_rules': 'optimizer',
+    'params_axes_names_override': 'names',
+    'on_unmatched': 'on_unmatched',
+    'on_indivisible': 'on_indivisible',
+}
+
+
+def read_parts(
+    layout: Any, settings: Mapping[str, Any]
+) -> tuple[OtherLayout | None, AxisRules | None]:
+    """The layout of states if it is not by rules, and the rules, from all arguments.
+
+    Malformed arguments, and arguments that contradict each other, are a ValueError.
+    """
+    plan = settings.get('plan')
+    if plan is not None and not isinstance(plan, Plan):
+        raise ValueError(
+            f'plan= takes a Plan, not a {type(plan).__name__}: write Plan.load(path), or the '
+            'result of partitioner.plan(...)'
+        )
+    if plan is not None and layout is not None:
+        raise ValueError('plan= already determines what layout would: remove plan or layout')
+    given = {name: settings[name] for name in _PARTS if settings.get(name) not in (None, ())}
+    other, rules = read_layout(layout if plan is None else plan, settings.get('logical_axis_rules'))
+    if not given:
+        return other, rules
+    parts = {_PARTS[name]: value for name, value in given.items()}
+    if other is None:
+        for name in given:
+            if name != _PARTS[name] and getattr(rules, _PARTS[name], None):
+                raise ValueError(
+                    f'{name} and {_PARTS[name]}= of the rules are both given: remove {name}'
+                )
+        return None, AxisRules(rules, **parts)
+    # A word leaves nothing open, and other layouts leave the policies.
+    determined = [name for name in given if isinstance(other, str) or name != _PARTS[name]]
+    if determined:
+        by = f'layout={other!r}' if isinstance(other, str) else 'the layout'
+        names = ', '.join(determined)
+        raise ValueError(f'{by} already determines what {names} would: remove {names} or layout')
+    if isinstance(other, RuleLayout):
+        other = dataclasses.replace(other, policies=AxisRules(other.policies, **parts))
+    return other, AxisRules(rules, **parts)

@@ -24,11 +24,7 @@ from partitioning.programs.inner_layouts import is_resource
 from partitioning.programs.partitioned_function import PartitionedCallable
 from partitioning.programs.trace_log import Arguments, check_not_pmapped
 from partitioning.state import path_str
-from partitioning.state.static_arrays import (
-    AS_ARRAY_FIELD,
-    find_static_tracers,
-    name_static_field,
-)
+from partitioning.state.static_arrays import AS_ARRAY_FIELD, find_static_tracers, name_static_field
 from partitioning.state.structures import match_by_path
 from partitioning.tracebacks import keep_user_frames
 from partitioning.values import array_str, value_str
@@ -58,16 +54,8 @@ class Step(PjittedFnWithContext):
     """A partitioned step whose calls return what the step of the user returns.
 
     It has the attributes of the partitioned function.
-
-    Args:
-      partition: partitions a function over a mesh, as `BasePartitioner.partition` does.
-      train_step: the step of the user.
-      specs: the specs of the state.
-      data_spec: the spec of the batch, or a tree of them.
-      mesh: the mesh of all specs.
-      is_default: whether the user gave no `data_spec`.
-      static_argnums: the positions of compile-time constants.
-      donate: whether the state is donated.
+    `partition` is `BasePartitioner.partition`, and `specs` are those of the state. `is_default`
+    says that the user gave no `data_spec`.
     """
 
     def __init__(

@@ -152,9 +152,7 @@ MISSING: Any = _Missing()
 def either_name(name: str, value: Any, t5x_name: str, t5x_value: Any) -> Any:
     """The value of an argument of `partition` that T5X calls by another name.
 
-    Raises:
-      ValueError: if both names are given.
-      TypeError: if none is.
+    Both names together are a ValueError, and neither is a TypeError.
     """
     if value is not MISSING and t5x_value is not MISSING:
         raise ValueError(

@@ -42,9 +42,6 @@ def draw_audit(
         above the bars.
       title: the line above; by default the mesh.
 
-    Returns:
-      The matplotlib Figure.
-
     Raises:
       TypeError: if `audit` is not an Audit.
       ValueError: if `budget` is not a number of bytes above 0.

@@ -36,7 +36,6 @@ def draw_mesh(
     axis. The line is the ring of the axis through the first device, and its last step is dotted.
 
     Args:
-      mesh: the mesh, of real or described devices.
       path: the file, whose extension decides the format ('.png').
       title: a line above the panels.
       wrap, granule_size: as in `axis_rings`.
@@ -147,12 +146,10 @@ _TEXT_GAP = 2  # the spaces between planes
 def mesh_picture(mesh: Mesh, *, color: bool = False, columns: int | None = None) -> str:
     """Draws a mesh as lines of text.
 
-    TPUs are at their x and y, with planes of equal z next to each other and slices below each
-    other. On other machines, each row is a process. `3.1` is the device that is number 3 on the
-    first axis of more than one device, and number 1 on the second.
+    Devices are placed as by `draw_mesh`. `3.1` is the device that is number 3 on the first axis of
+    more than one device, and number 1 on the second.
 
     Args:
-      mesh: the mesh, of real or described devices.
       color: whether each device is colored by its position on the last axis, with escape codes.
       columns: the characters of a line. Planes that do not fit next to each other are below each
         other; a single plane that is wider is drawn whole.

@@ -285,9 +285,6 @@ def visualize_sharding(
       title: the line above; by default the shape and the sharding.
       png: a file to draw into with matplotlib.
 
-    Returns:
-      The picture, for `print`, `rich.print`, notebooks and `figure()`.
-
     Raises:
       ValueError: if `x` is neither an array nor a shape, or has no sharding; if the array cannot
         have the sharding, or it has no devices; if `dims` are not two different dimensions.

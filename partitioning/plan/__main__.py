@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from partitioning.command_line import OneLineParser
 from partitioning.plan import Plan, plan_diff
-from partitioning.plan.folding import folded_table
+from partitioning.plan.tables import folded_table
 from partitioning.untrusted_text import printable
 
 _WIDTH = 160  # in a file or a pipe

@@ -14,12 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from partitioning.plan.plan_file import row_to_json
-from partitioning.plan.rows import (
-    PlanRow,
-    dimension_str,
-    join_reasons,
-    policy_texts,
-)
+from partitioning.plan.rows import PlanRow, dimension_str, join_reasons, policy_texts
 from partitioning.plan.tables import Table, layout_table, rich_tables, text_tables
 from partitioning.rules import (
     MeshLike,

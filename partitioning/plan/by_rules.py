@@ -11,8 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-
 from partitioning.plan.building import PlanBuilder, is_array
 from partitioning.plan.findings import Finding, row_findings, rule_findings
 from partitioning.plan.layouts import Layout, RuleLayout, RuleSet, Subject, WordLayout, whole
@@ -39,11 +37,7 @@ from partitioning.rules import (
     try_resolve,
 )
 from partitioning.state import Leaf, Parameter, Path, Role, nbytes, shape_of, walk
-from partitioning.state.boxes import (
-    FlatState,
-    carried_names,
-    flatten_state,
-)
+from partitioning.state.boxes import FlatState, carried_names, flatten_state, is_inexact
 from partitioning.state.naming import NoNamesError, parameter_roots
 from partitioning.state.path_names import replicating_rules
 from partitioning.state.traversal import StateTree
@@ -155,7 +149,7 @@ def _parameters(flat: FlatState) -> Mapping[Path, Subject]:
     entries = [entry for entry in flat.entries if entry.carrier != 'metadata']
     outside = [entry for entry in entries if not entry.in_optimizer]
     # A step number or a random key next to the trees of the state is not a parameter.
-    others = [e for e in outside if len(e.path) != 1 or _is_inexact(e.array)]
+    others = [e for e in outside if len(e.path) != 1 or is_inexact(e.array)]
     roots = parameter_roots(others or entries)
     held = {entry.path: entry for entry in entries}
     stacked = stacked_dimensions({'/'.join(path): held[path].shape for path in roots})
@@ -168,10 +162,6 @@ def _parameters(flat: FlatState) -> Mapping[Path, Subject]:
         layers = stacked.get('/'.join(path), named)
         subjects[path] = Subject(path, array, len(root), names, layers)
     return subjects
-
-
-def _is_inexact(x: Any) -> bool:
-    return hasattr(x, 'dtype') and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
 
 
 def stacked_dimensions(shapes: Mapping[str, Shape]) -> dict[str, int]:

@@ -39,12 +39,8 @@ class Change:
 class PlanDiff:
     """The difference of two plans, as a reviewer reads it; false if there is none.
 
-    Attributes:
-      before: the first plan.
-      after: the second plan.
-      added: rows that only the second plan has.
-      removed: rows that only the first plan has.
-      changed: arrays of both plans whose rows differ.
+    `added` and `removed` are rows that only one plan has, and `changed` has the arrays of both
+    whose rows differ.
     """
 
     before: Plan

@@ -148,11 +148,8 @@ class Plan:
     def init(self, *args: Any) -> Any:
         """Makes the state. Each array is created in its shards, never whole on one device.
 
-        Args:
-          *args: arguments of the init function, with the shapes and dtypes it was planned for.
-
-        Returns:
-          The state, without linen boxes.
+        The arguments have the shapes and dtypes that the state was planned for; it has no linen
+        boxes.
 
         Raises:
           ValueError: if the plan was not made from an init function, or if the arguments differ.
@@ -195,9 +192,6 @@ class Plan:
     def check(self, state: Any) -> None:
         """Checks that the arrays of a state are laid out as in the plan.
 
-        Args:
-          state: the state, after init, after a step or after a restore.
-
         Raises:
           ValueError: with the path of the first array that is laid out differently.
         """
@@ -229,9 +223,7 @@ class Plan:
     def replace_specs(self, specs: Mapping[str, Spec], reason: str) -> Plan:
         """The plan with other specs for some arrays.
 
-        Args:
-          specs: the new specs, by path.
-          reason: why, for each dimension.
+        `specs` are by path, and the reason is for each of their dimensions.
 
         Raises:
           ValueError: if the plan lacks a path, or a spec does not fit its array.

@@ -64,9 +64,6 @@ def from_json(
 ) -> tuple[tuple[PlanRow, ...], dict[str, int], tuple[CompilerOption, ...]]:
     """Reads a text that `to_json` wrote, which may have been edited since.
 
-    Returns:
-      The rows, the sizes of the mesh axes, and the compiler options.
-
     Raises:
       ValueError: if the text is not a plan, if a spec does not fit the mesh or its array, or if a
         figure contradicts the spec.

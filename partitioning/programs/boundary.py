@@ -100,8 +100,7 @@ class Argument(NamedTuple):
 
         By default, static fields may differ, because partitioned functions adapt them.
 
-        Raises:
-          TreeMismatchError: where the structures differ.
+        Structures that differ are a TreeMismatchError.
         """
         return pair_leaves(self.entry, self.value, prefix=True, static_fields=static_fields)
 

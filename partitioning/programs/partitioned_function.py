@@ -23,12 +23,7 @@ from partitioning.programs.contexts import PjittedFnWithContext, in_context
 from partitioning.programs.inner_layouts import auto_where_needed, lay_out_inside
 from partitioning.programs.trace_log import NO_RESULT, TraceLog, observe
 from partitioning.rules import LogicalAxisRules, check_has_devices
-from partitioning.state.structures import (
-    has_structure_of,
-    like,
-    match_by_path,
-    with_static_fields,
-)
+from partitioning.state.structures import has_structure_of, like, match_by_path, with_static_fields
 from partitioning.tracebacks import hide_own_frames, keep_user_frames
 
 # On CPU, these versions of jaxlib crash if a donated array is used again. Elsewhere jax raises.

@@ -177,9 +177,6 @@ class TraceLog:
     Attributes:
       count: the number of traces.
       result: the abstract result of the latest trace, or NO_RESULT if it has not ended.
-
-    Raises:
-      ValueError: if the policy does not exist.
     """
 
     def __init__(self, arguments: Arguments, static: Sequence[int], on_recompile: OnRecompile):

@@ -1,14 +1,18 @@
 """Resolves logical axis names to PartitionSpecs, with reasons, and checks axes and sizes.
 
 `checks` describes mesh axes and has every check of axes, ranks and sizes. `names` has logical axes
-and the dimensions that they resolve to. `axis_rules` and `path_rules` are the rules. `resolve` maps
+and the dimensions that they resolve to. `axis_rules` has both kinds of rules. `resolve` maps
 names to mesh axes, with policies for sizes that are not divisible, and leaves out the Manual axes
 of a shard_map. `standard` has ready-made rules.
 """
 
 from partitioning.rules.axis_rules import (
     AxisRules as AxisRules,
+    PathNames as PathNames,
+    PathRules as PathRules,
+    check_path_rules as check_path_rules,
     check_rules as check_rules,
+    compiled as compiled,
 )
 from partitioning.rules.checks import (
     MeshAxes as MeshAxes,
@@ -57,12 +61,6 @@ from partitioning.rules.names import (
     fill_unconstrained as fill_unconstrained,
     remove_axis as remove_axis,
     to_spec as to_spec,
-)
-from partitioning.rules.path_rules import (
-    PathNames as PathNames,
-    PathRules as PathRules,
-    check_path_rules as check_path_rules,
-    compiled as compiled,
 )
 from partitioning.rules.resolve import (
     apply_policies as apply_policies,

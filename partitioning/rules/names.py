@@ -37,7 +37,6 @@ def add_axis(names: Sequence[str | None], index: int, name: str | None) -> AxisN
     """The names of an array that gains a dimension, as `nn.scan` adds one for its layers.
 
     Args:
-      names: the names before.
       index: the number of the new dimension in the new array. Dimensions between the end of
         `names` and the index get no name. A negative index counts from the end of the new array.
       name: the name of the new dimension.

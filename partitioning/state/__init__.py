@@ -24,12 +24,8 @@ from partitioning.state.boxes import (
     unbox as unbox,
     with_boxes as with_boxes,
 )
-from partitioning.state.path_names import (
-    override_params_axes_names as override_params_axes_names,
-)
-from partitioning.state.train_state import (
-    TrainState as TrainState,
-)
+from partitioning.state.path_names import override_params_axes_names as override_params_axes_names
+from partitioning.state.train_state import TrainState as TrainState
 from partitioning.state.traversal import (
     Leaf as Leaf,
     Role as Role,

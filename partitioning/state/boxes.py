@@ -219,6 +219,11 @@ def nbytes(array: Any) -> int:
     return math.prod(shape_of(array)) * (4 if dtype is None else dtype.itemsize)
 
 
+def is_inexact(x: Any) -> bool:
+    """Whether `x` is an array of floating-point numbers, as parameters are."""
+    return hasattr(x, 'dtype') and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
+
+
 def carried_names(x: Any, path: Path = ()) -> Parameter | None:
     """The array inside the carrier `x` at `path` with its names, or None if it has no names."""
     kind = _kind(x.__class__)

@@ -79,9 +79,6 @@ def to_nnx_state(variables: Any) -> nnx.State:
 def to_linen_boxes(state: Any) -> dict[str, Any]:
     """Converts the state of an nnx model, or variables with T5X's `params_axes`, to linen boxes.
 
-    Args:
-      state: a State, such as `nnx.state(model)`, or a dict of collections.
-
     Returns:
       A dict of collections. Each array with names is in a box of the class that it came from. If
       there was none, it is in a LogicallyPartitioned if its names come from `params_axes` or it has
@@ -96,9 +93,6 @@ def to_linen_boxes(state: Any) -> dict[str, Any]:
 
 def to_params_axes(state: Any) -> dict[str, Any]:
     """Converts linen variables, or the state of an nnx model, to arrays with T5X's `params_axes`.
-
-    Args:
-      state: a State, such as `nnx.state(model)`, or a dict of collections.
 
     Returns:
       A dict of collections of plain arrays. Each collection with names gets a second one of

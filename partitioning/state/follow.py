@@ -52,13 +52,10 @@ class Parameters:
     def follow(self, path: Path, shape: tuple[int, ...]) -> tuple[Parameter | None, Dims]:
         """Finds the parameter that a leaf belongs to, and matches the dimensions of both.
 
-        Returns:
-          The parameter, or None if the leaf belongs to none; and for each dimension of the leaf
-          the index of the matching dimension of the parameter, or None.
-
-        Raises:
-          ProblemError: if the path of the leaf ends with the path of a parameter but their shapes
-            do not match, or if the leaf may belong to several parameters with different layouts.
+        The second result has, for each dimension of the leaf, the index of the matching dimension
+        of the parameter, or None. It is a ProblemError if the path of the leaf ends with the path
+        of a parameter but their shapes do not match, or if the leaf may belong to several
+        parameters with different layouts.
         """
         no_dims = (None,) * len(shape)
         if 0 in shape or not shape:

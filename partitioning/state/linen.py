@@ -79,9 +79,6 @@ class _Box:
         resolved is returned unchanged: the error is raised where the whole state is resolved, with
         the path of the array.
 
-        Args:
-          apply_constraint: False returns the array unchanged.
-
         Raises:
           ValueError: if the mesh of the box is not the current mesh.
         """
@@ -128,12 +125,7 @@ class Partitioned(_Box, nn.Partitioned):
 
 
 class LogicallyPartitioned(_Box, nn.LogicallyPartitioned):
-    """A `flax.linen.LogicallyPartitioned`, whose names are logical axes, with corrected methods.
-
-    Usage:
-      kernel = LogicallyPartitioned(jnp.zeros((8, 4)), ('embed', 'mlp'))
-      stacked = kernel.add_axis(0, {nn.PARTITION_NAME: 'layers'})  # ('layers', 'embed', 'mlp')
-    """
+    """A `flax.linen.LogicallyPartitioned`, whose names are logical axes, with corrected methods."""
 
 
 def with_partitioning(
@@ -141,13 +133,8 @@ def with_partitioning(
 ) -> Callable[..., Partitioned]:
     """Wraps an initializer so that it returns its array in a Partitioned.
 
-    Args:
-      init: the initializer.
-      names: one entry per dimension: a mesh axis, a tuple of mesh axes, or None.
-      mesh: the mesh that the array is for; by default any mesh.
-
-    Raises:
-      ValueError: if `names` is not a tuple or a list.
+    The names are a mesh axis, a tuple of mesh axes, or None for each dimension. By default the
+    array is for any mesh. Names that are no tuple or list are a ValueError.
     """
     return _box_result(init, Partitioned, names, mesh=mesh)
 
@@ -160,14 +147,9 @@ def with_logical_partitioning(
 ) -> Callable[..., LogicallyPartitioned]:
     """Wraps an initializer so that it returns its array in a LogicallyPartitioned.
 
-    Args:
-      init: the initializer.
-      names: one logical axis name or None per dimension.
-      mesh: the mesh that the array is for; by default any mesh.
-      rules: rules for this array only, tried before all others.
-
-    Raises:
-      ValueError: if `names` is not a tuple or a list, or if `rules` are invalid.
+    The names are a logical axis or None for each dimension. By default the array is for any mesh.
+    `rules` are for this array only, and are tried before all others. Names that are no tuple or
+    list, and invalid rules, are a ValueError.
     """
     checked = None if rules is None else check_rules(rules)
     return _box_result(init, LogicallyPartitioned, names, mesh=mesh, rules=checked)

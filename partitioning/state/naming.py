@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import jax
-
 from partitioning.rules import PathRules, ProblemError
 from partitioning.state.boxes import (
     Entry,
@@ -16,6 +14,7 @@ from partitioning.state.boxes import (
     Path,
     carried_names,
     described_path,
+    is_inexact,
     is_optimizer_variable,
     is_parameter_variable,
     lacks_names,
@@ -282,10 +281,6 @@ def _outside_optimizers(entries: Sequence[Entry], paths: list[Path]) -> list[Pat
     inside = {entry.path for entry in entries if entry.in_optimizer}
     if not inside:
         return paths
-    numbers = {e.path for e in entries if len(e.path) == 1 and not _is_inexact(e.array)}
+    numbers = {e.path for e in entries if len(e.path) == 1 and not is_inexact(e.array)}
     outside = [path for path in paths if path not in inside]
     return [path for path in outside if path not in numbers] or outside or paths
-
-
-def _is_inexact(x: Any) -> bool:
-    return hasattr(x, 'dtype') and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)

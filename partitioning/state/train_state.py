@@ -95,9 +95,6 @@ class TrainState:
           tx: the optax transformation that the state was created with.
           flax_mutables: the new `flax_mutables`; None keeps the current ones.
 
-        Returns:
-          The state after the update.
-
         Raises:
           TypeError: if `tx` is not an optax transformation.
           ValueError: if the gradients or the transformation do not fit the state.
@@ -187,11 +184,8 @@ class TrainState:
     def restore_state(self, state_dict: Mapping[str, Any]) -> TrainState:
         """A copy of the state with the arrays of `state_dict`.
 
-        Args:
-          state_dict: nested dicts of arrays, as `state_dict()` returns them.
-
-        Raises:
-          ValueError: if an array has another path or shape than in this state.
+        It takes nested dicts of arrays, as `state_dict()` returns them. Another path or shape than
+        in this state is a ValueError.
         """
         return _restore(self, state_dict, ())
 

@@ -2,7 +2,6 @@
 
 The files, from the ground up: `path_words` reads the words of a path; `structure` finds the width
 of each part of a model, and which matrices follow which; `dimension_names` names each dimension;
-`path_patterns` writes regular expressions; `notes` says what stays on every device; `tracing` turns
-an init function into a state. `rule_matches` is a dry run of path rules, and `suggested_rules` puts
-all of them together.
+`path_patterns` writes regular expressions; `notes` says what stays on every device.
+`rule_matches` is a dry run of path rules, and `suggested_rules` puts all of them together.
 """

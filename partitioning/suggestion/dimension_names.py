@@ -113,10 +113,8 @@ def replicated(shape: Shape, layers: int | None) -> Named:
 class DimensionNames:
     """Names for all dimensions of all arrays, so that mesh axes shard each array.
 
-    Args:
-      shapes: the shape of each array, by path.
-      stacked: the dimension that counts layers, for arrays that have one.
-      shards: what must divide the sizes, and how names shard on the mesh.
+    `stacked` has the dimension that counts layers, for arrays that have one. `shards` say what must
+    divide the sizes, and how names shard on the mesh.
     """
 
     def __init__(self, shapes: Mapping[str, Shape], stacked: Mapping[str, int], shards: Shards):

@@ -117,10 +117,6 @@ _RULE_HEAD = ('arrays', 'names', 'rule')
 def explain_rules(state: Any, rules: Sequence[tuple[str, Any]]) -> RuleMatches:
     """A dry run of path rules: which rule takes which array, and what no rule takes.
 
-    Usage:
-      rules = suggest_rules(state)
-      print(explain_rules(state, rules))
-
     It lays out nothing and accepts rules that are not complete. The arrays of an optimizer are not
     listed, because they follow their parameters.
 

@@ -48,9 +48,7 @@ class _Module(NamedTuple):
 class Structure:
     """What the shapes of a model say about each other.
 
-    Args:
-      shapes: the shape of each array, by path.
-      stacked: the dimension that counts layers, for arrays that have one.
+    `stacked` has the dimension that counts layers, for arrays that have one.
     """
 
     def __init__(self, shapes: Mapping[str, Shape], stacked: Mapping[str, int]):

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from partitioning.mesh import MeshConfig
 from partitioning.plan.by_rules import Shape, stacked_dimensions
 from partitioning.plan.rows import SMALL
 from partitioning.plan.tables import count
-from partitioning.rules import AxisRules, MeshLike
+from partitioning.programs.contexts import in_context
+from partitioning.programs.trace_log import check_init
+from partitioning.rules import AxisRules, MeshLike, is_count
 from partitioning.state import nbytes, shape_of
 from partitioning.suggestion.dimension_names import DimensionNames, Named, Shards, replicated
-from partitioning.suggestion.notes import Share, notes_on, share_of
+from partitioning.suggestion.notes import Share, notes_on, rules_of, share_of
 from partitioning.suggestion.path_patterns import Names, make_path_rules
 from partitioning.suggestion.rule_matches import (
     RuleMatches,
@@ -21,7 +28,6 @@ from partitioning.suggestion.rule_matches import (
     list_targets,
     needs_rule,
 )
-from partitioning.suggestion.tracing import as_mesh, is_init, trace_state
 
 _WHOLE = 0.01  # small arrays are replicated if they are at most this share of all bytes
 _INNER = 0.25  # arrays are sharded over the model axis only if they are at most this share
@@ -113,9 +119,6 @@ def suggest_rules(
         and 'model'.
       *args: the arguments of the init function, abstract or not.
 
-    Returns:
-      (regular expression, names) pairs, with the reasons that `print` shows.
-
     Raises:
       ValueError: if `mesh` is not a mesh, or if `args` are not the arguments of the init function.
     """
@@ -194,3 +197,67 @@ def _comment(text: str, indent: str = '') -> list[str]:
         subsequent_indent=f'{indent}#   ',
         break_long_words=False,
     )
+
+
+def as_mesh(mesh: Any) -> MeshLike | None:
+    """The mesh of a setting: a mesh, the sizes of its axes, or what builds a mesh.
+
+    Raises:
+      ValueError: if it is none of these.
+    """
+    if mesh is None:
+        return None
+    if isinstance(mesh, MeshConfig):
+        return mesh.build()
+    if isinstance(mesh, Mapping) and -1 in mesh.values():
+        return MeshConfig(axes=mesh).build()
+    is_sizes = isinstance(mesh, Mapping) and all(map(is_count, mesh.values()))
+    if not (isinstance(mesh, Mesh | AbstractMesh) or is_sizes):
+        raise ValueError(
+            f'mesh={_short(mesh)} must be a mesh or the size of each axis, such as '
+            "{'data': 4, 'model': 2}; the arguments of an init function follow it: "
+            'suggest_rules(init, mesh, key)'
+        )
+    return mesh
+
+
+def is_init(x: Any) -> bool:
+    """Whether `x` is a function and not a state; modules of Equinox and nnx are both callable."""
+    nnx = sys.modules.get('flax.nnx')
+    if nnx is not None and isinstance(x, nnx.Module):
+        return False
+    return callable(x) and jax.tree_util.all_leaves([x])
+
+
+def trace_state(init: Callable[..., Any], mesh: MeshLike | None, args: tuple[Any, ...]) -> Any:
+    """The state that `init(*args)` makes, with ShapeDtypeStructs for arrays and no other leaves.
+
+    Raises:
+      ValueError: if `init` takes other arguments.
+    """
+    name = getattr(init, '__name__', 'init')
+    check_init(init, args, 'suggest_rules({}, mesh, {})')
+
+    @functools.wraps(init)
+    def arrays(*args: Any) -> Any:
+        return jax.tree.map(lambda x: x if _is_array(x) else None, init(*args))
+
+    if mesh is None:
+        try:
+            return jax.eval_shape(arrays, *args)
+        except Exception as error:
+            error.add_note(f'suggest_rules({name}, None) traced it without a mesh: pass the mesh')
+            raise
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        mesh = AbstractMesh(tuple(mesh.values()), tuple(mesh))
+    auto: Any = mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    return jax.eval_shape(in_context(arrays, auto, rules_of(mesh)), *args)
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, 'dtype') or isinstance(x, bool | int | float | complex)
+
+
+def _short(x: Any) -> str:
+    text = repr(x)
+    return text if len(text) <= 60 and '\n' not in text else f'a {type(x).__name__}'

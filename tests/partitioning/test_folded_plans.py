@@ -6,7 +6,7 @@ import pytest
 
 from partitioning import PjitPartitioner, Plan, TrainState
 from partitioning.plan.__main__ import main
-from partitioning.plan.folding import fold_rows
+from partitioning.plan.tables import fold_rows
 
 
 def make_plan(num_layers=12):

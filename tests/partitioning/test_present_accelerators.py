@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from partitioning.hardware import present
+from partitioning.hardware import devices
 
 pytestmark = pytest.mark.core
 
@@ -16,14 +16,14 @@ pytestmark = pytest.mark.core
 def plain(monkeypatch, tmp_path):
     """A root without accelerators, in which files can be made."""
     monkeypatch.setattr(sys, 'platform', 'linux')
-    monkeypatch.setattr(present, '_plugins', lambda: ['xla_cuda13'])
+    monkeypatch.setattr(devices, '_plugins', lambda: ['xla_cuda13'])
 
     def make(*files, environment=None):
         for file in files:
             name, _, content = file.partition('=')
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(content)
-        return present.has_accelerator(str(tmp_path), environment or {})
+        return devices.has_accelerator(str(tmp_path), environment or {})
 
     return make
 
@@ -51,13 +51,13 @@ def test_accelerators_are_found_by_their_files(plain, files, found):
 
 def test_what_is_unknown_may_be_an_accelerator(plain, monkeypatch):
     assert plain(environment={'TPU_NAME': 'mine'})
-    monkeypatch.setattr(present, '_plugins', lambda: ['xla_cuda13', 'metal'])
+    monkeypatch.setattr(devices, '_plugins', lambda: ['xla_cuda13', 'metal'])
     assert plain()
     monkeypatch.setattr(sys, 'platform', 'darwin')
     assert plain()
 
 
-@pytest.mark.skipif(present.has_accelerator(), reason='this computer may have an accelerator')
+@pytest.mark.skipif(devices.has_accelerator(), reason='this computer may have an accelerator')
 def test_a_command_prints_no_errors_of_libraries(tmp_path):
     environment = {k: v for k, v in os.environ.items() if not k.startswith(('JAX', 'XLA', 'TPU'))}
     environment['PYTHONPATH'] = str(Path(__file__).parents[2])

@@ -16,10 +16,10 @@ from benchmarks.measured_steps.own_cases import (
     OwnForecast,
     model_flops_of,
     naive_forecast,
+    print_own,
     score_own,
 )
 from benchmarks.measured_steps.own_programs import Programs, read_found, run_campaign
-from benchmarks.measured_steps.own_report import print_own
 from benchmarks.measured_steps.rows import MeasuredRow, load_rows
 from meshwright.time.step_model import StepTime
 

@@ -9,14 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from partitioning.products.sums import varying_axes
-from partitioning.rules import (
-    MeshLike,
-    as_tuple,
-    check_axes,
-    describe_axes,
-    from_tuple,
-    num_shards,
-)
+from partitioning.rules import MeshLike, as_tuple, check_axes, describe_axes, from_tuple, num_shards
 
 if TYPE_CHECKING:
     import optax
@@ -73,10 +66,6 @@ def compress_gradients(
       mesh: the mesh, or the sizes of its axes. It is needed if error_feedback and axis_name are
         both set, because the state has an error for each worker.
 
-    Returns:
-      A transformation to put at the start of a chain. It changes only floating gradients and
-      returns others as they are, not averaged. The dtypes stay the same.
-
     Raises:
       ValueError: if `dtype` is not floating, if `mesh` is missing or is given without `axis_name`,
         or if the mesh lacks an axis. `update` raises it if it runs outside a shard_map over the
@@ -123,9 +112,7 @@ def compress_gradients(
 def compression_specs(state: Any, axis_name: AxisName | None) -> Any:
     """The specs of a state in a shard_map: errors are split by worker, the rest is replicated.
 
-    Args:
-      state: an optimizer state or a whole train state; abstract or not.
-      axis_name: the mesh axis or axes of the workers.
+    The state may be a whole train state; `axis_name` is the mesh axis or axes of the workers.
     """
     by_worker = PartitionSpec(from_tuple(as_tuple(axis_name)))
 

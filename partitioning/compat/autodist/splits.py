@@ -158,17 +158,10 @@ def split_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The shard that holds each row of a sparse gradient, and the row's number within that shard.
 
-    Args:
-      rows: [n], rows of the variable, such as the indices of the gradient.
-      size: the number of rows of the variable.
-      num_shards: the number of shards.
-      axis: the dimension that is cut. A sparse gradient consists of rows, so it must be 0.
-
-    Returns:
-      Two int64 arrays [n]: the shard, and the row within it.
-
-    Raises:
-      ValueError: if `axis` is not 0, if a row is not in the variable, or as in `split_sizes`.
+    `rows` are [n] rows of a variable that has `size` of them, such as the indices of the gradient.
+    The results are two int64 arrays [n]: the shard, and the row within it. A row that the variable
+    lacks is a ValueError, and so is an `axis` other than 0: a sparse gradient consists of rows. The
+    other errors are those of `split_sizes`.
     """
     check_sparse_axis(axis)
     offsets = np.array(split_offsets(size, num_shards))

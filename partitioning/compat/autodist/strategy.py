@@ -111,9 +111,7 @@ class Strategy:
         variables on servers: a device needs only a few of their rows, so they are split by rows.
         `ShardingPlan.resolve` decides about sizes that the axis does not divide.
 
-        Args:
-          mesh: the mesh, or the sizes of its axes.
-          mesh_axis: the mesh axis that variables are split over; see `split_axis`.
+        `mesh_axis` is the mesh axis that variables are split over; see `split_axis`.
         """
         axis = split_axis(mesh, mesh_axis)
         specs = {}

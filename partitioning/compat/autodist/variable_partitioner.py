@@ -82,9 +82,6 @@ class VariablePartitioner:
             ('' for a whole variable), or anything else that a ShardingPlan takes. Alternatively a
             strategy, planner or plan, which decides about all parameters.
 
-        Returns:
-          The state with its arrays laid out, without linen boxes, and the plan of the whole state.
-
         Raises:
           TypeError: if `config` is none of these.
           ValueError: if a path does not exist, if the mesh or an array cannot have a layout, if a
@@ -156,13 +153,9 @@ class VariablePartitioner:
 def shard_gradients(grads: Any, plan: Plan) -> Any:
     """Lays out gradients like their parameters, inside a step: each device keeps its part.
 
-    Args:
-      grads: the gradients of all parameters or of some, in a tree like the parameters.
-      plan: the plan of the state, or of its parameters.
-
-    Raises:
-      ValueError: if a gradient belongs to no parameter of the plan, could belong to several, or has
-        another shape than its parameter.
+    The gradients, of all parameters or of some, are in a tree like the parameters; the plan is of
+    the state or of its parameters. A gradient is a ValueError if it belongs to no parameter of the
+    plan, could belong to several, or has another shape.
     """
     rows = collections.defaultdict(list)  # by every suffix of the path, the shortest path first
     for row in sorted(plan.rows, key=lambda row: row.path.count('/')):

@@ -52,10 +52,8 @@ class Sharder(abc.ABC):
     def shard(self, module: Any, mesh: Mesh) -> Any:
         """Lays out a module.
 
-        Args:
-          module: the subtree of parameters below the path, arrays or ShapeDtypeStructs; or the
-            submodule of an nnx module.
-          mesh: the mesh.
+        `module` is the subtree of parameters below the path, arrays or ShapeDtypeStructs; or the
+        submodule of an nnx module.
 
         Returns:
           The replacement of `module`, possibly of another structure. `place` gives each array its

@@ -43,10 +43,8 @@ class ShardingPlanner(abc.ABC):
     def build_plan(self, module: Any, mesh: Mesh) -> ShardingPlan:
         """Makes the plan.
 
-        Args:
-          module: parameters, abstract or not: a pytree, linen variables, or an nnx module;
-            `parameters(module)` has the arrays by path.
-          mesh: the mesh.
+        `module` has parameters, abstract or not: a pytree, linen variables, or an nnx module;
+        `parameters(module)` has the arrays by path.
         """
 
 
@@ -94,7 +92,6 @@ class ShardingPlan:
 
         Args:
           module: parameters, abstract or not; see `ShardingPlanner.build_plan`.
-          mesh: the mesh.
           rules: the rules for the logical names in the plan and on parameters that the plan does
             not name. A mesh axis can also be used as a name.
           on_unmatched: the policy for names without a rule, and for arrays above 16 KiB that
@@ -180,7 +177,6 @@ def shard_module(
     Args:
       module: parameters, which may be linen variables; or an nnx module.
       plan: a ShardingPlan; or a Plan, which takes no `rules` and no policies.
-      mesh: the mesh.
       rules, on_unmatched, on_indivisible: as in `ShardingPlan.resolve`.
 
     Returns:
@@ -231,7 +227,6 @@ def constrain_outputs(
     The outputs keep their global shapes.
 
     Args:
-      plan: the plan.
       mesh: the mesh; by default the one that a partitioned function or `jax.set_mesh` has set.
         Without a mesh nothing is laid out.
       rules: the rules for logical names, which may also be mesh axes; by default the rules of the

@@ -31,12 +31,8 @@ def array_from_shards(
     Args:
       blocks: each shard with its array, or with a function that reads the array. A process reads
         only the shards that its devices hold a part of, each once.
-      shape: the shape of the whole array.
-      sharding: the layout of the array.
+      shape, sharding: the shape and the layout of the whole array.
       dtype: the type to which the blocks are cast; by default their own.
-
-    Returns:
-      A jax.Array of that shape and sharding.
 
     Raises:
       ValueError: if the shards do not make an array of this shape, if a block has another shape or

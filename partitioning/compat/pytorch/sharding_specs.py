@@ -18,14 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from partitioning.mesh.validation import as_tuple_of
-from partitioning.rules import (
-    MeshLike,
-    axis_sizes,
-    describe_axes,
-    from_tuple,
-    is_count,
-    num_shards,
-)
+from partitioning.rules import MeshLike, axis_sizes, describe_axes, from_tuple, is_count, num_shards
 
 
 @dataclasses.dataclass(frozen=True)

@@ -88,7 +88,6 @@ def mark_sharding(
 
     Args:
       t: an array of jax or numpy, a scalar, or a PaddedArray.
-      mesh: the mesh; None means the global mesh.
       partition_spec: for each dimension a mesh dimension or name, a tuple of them, or None.
       on_indivisible: what happens to a dimension whose size is not divisible by its number of
         shards. 'error' raises an error. 'pad' pads the array with zeros to equal tiles, inside

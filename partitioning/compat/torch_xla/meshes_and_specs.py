@@ -69,11 +69,9 @@ def HybridMesh(
 ) -> Mesh:
     """Returns a mesh over one or several slices, with the device order of `create_hybrid_mesh`.
 
-    Args:
-      ici_mesh_shape: the size of each axis inside a slice.
-      dcn_mesh_shape: the number of slices along each axis; required if there are several slices.
-      axis_names: the name of each axis; by default '0', '1', ...
-      devices: the devices, in any order; by default all devices.
+    `ici_mesh_shape` is the size of each axis inside a slice, and `dcn_mesh_shape` the number of
+    slices along each axis, which several slices require. Axes have the names '0', '1', ... by
+    default. The devices may be in any order; by default they are all.
 
     Raises:
       ValueError: if the shapes do not match each other, or the devices.

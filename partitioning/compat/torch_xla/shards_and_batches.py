@@ -219,9 +219,8 @@ class ShardingSpec:
     def apply(self, t: Any) -> jax.Array:
         """Lays out an array.
 
-        Raises:
-          ValueError: if the array has another rank, or if a size is not divisible; with
-            `minibatch` also if the array is traced.
+        An array of another rank, a size that is not divisible, and with `minibatch` a traced array
+        are a ValueError.
         """
         if not self.minibatch:
             remedy = 'drop or fill up a last batch that is too small'
@@ -242,7 +241,6 @@ def shard_batch(batch: Any, input_sharding: InputSharding, mesh: Mesh | None = N
       batch = shard_batch(batch, {'x': ('data', None), 'y': ('data', None, None)}, mesh)
 
     Args:
-      batch: an array, or a pytree of arrays.
       input_sharding: a partition spec, a ShardingSpec, or None to replicate, for all arrays; or a
         dict with one of these per entry of the batch, which is then a dict too.
       mesh: the mesh for partition specs and None; by default the global mesh.

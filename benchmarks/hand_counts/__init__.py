@@ -1,1 +1,0 @@
-"""What train steps of shipped configurations need and send, counted by hand."""
