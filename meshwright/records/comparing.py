@@ -61,9 +61,11 @@ def compare_records(
         *compare_code(before, after, pairs),
         *_results(before, after, arguments),
     ]
-    if not found and before.loops is not None:
-        # Then a compiler has only arranged the same program in another way.
-        tolerances = tolerances.widened(2 if before.loops != after.loops else 1)
+    written_out = before.loops != after.loops and before.loops is not None
+    arranged = not found and before.loops is not None
+    if arranged:  # then a compiler has only arranged the same program in another way
+        layers = max((*(before.loops or ()), *(after.loops or ()), 2)) if written_out else 0
+        tolerances = tolerances.widened(layers)
     found += [
         *_notes(before.rematerialized, after.rematerialized, 'rematerialization', {}),
         *_notes(before.recompiled, after.recompiled, 'recompilation', names),
@@ -73,6 +75,8 @@ def compare_records(
     if (
         before.seconds
         and after.seconds
+        # Operations of one layer overlap with those of the next if a loop is written out.
+        and not (arranged and written_out)
         and _differs(before.seconds, after.seconds, tolerances.time)
     ):
         exchange = next((d.at for d in found if d.kind == 'exchange'), NOWHERE)

@@ -46,11 +46,12 @@ def compare_code(before: Record, after: Record, pairs: Sequence[Pair]) -> Iterat
     if before.checkpoints is not None and after.checkpoints is not None:
         yield from _checkpoints(before.checkpoints, after.checkpoints)
     if before.precisions is not None and after.precisions is not None:
-        # What is computed again for another policy is elementwise, too.
-        same_remat = _policies(before) == _policies(after)
+        # What is computed again for another policy is elementwise, too, and so are the sums of
+        # gradients that a loop keeps and a loop that is written out does not.
+        same_sums = _policies(before) == _policies(after) and before.loops == after.loops
         yield from _precisions(
             *(
-                [p for p in held if same_remat or p.family != _ELEMENTWISE]
+                [p for p in held if same_sums or p.family != _ELEMENTWISE]
                 for held in (before.precisions, after.precisions)
             )
         )
@@ -113,21 +114,32 @@ def _constraint(shape: tuple[int, ...], before: str, after: str, count: int, at:
 def _collectives(
     before: Sequence[RecordedCollective], after: Sequence[RecordedCollective]
 ) -> Iterator[Difference]:
-    """Exchanges that the code asks for more or less often."""
-    old, new = ({(c.name, c.axes): c for c in held} for held in (before, after))
-    for key in sorted({**old, **new}):
-        one, other = old.get(key), new.get(key)
-        was, now = (c.count if c is not None else 0 for c in (one, other))
-        if was == now:
+    """Exchanges that the code asks for more or less often, or between other devices."""
+    has_partners = all(c.partners is not None for c in (*before, *after))
+    for name, axes in sorted({(c.name, c.axes) for c in (*before, *after)}):
+        pair = [[c for c in held if (c.name, c.axes) == (name, axes)] for held in (before, after)]
+        was, now = (sum(c.count for c in held) for held in pair)
+        partners = [{c.partners: c.count for c in held} if has_partners else {} for held in pair]
+        if was == now and partners[0] == partners[1]:
             continue
-        places = [c.at if c is not None else () for c in (one, other)]
+        shown = [_asked_for(held, partners[0].keys() != partners[1].keys()) for held in pair]
+        places = [[at for c in held for at in c.at] for held in pair]
         yield Difference(
             kind='collective',
-            subject=f'{key[0]} over {", ".join(key[1])} in the code',
-            before=f'{was:,} times' if was else '',
-            after=f'{now:,} times' if now else '',
-            at=new_places(*places) if now > was else new_places(*places[::-1]),
+            subject=f'{name} over {", ".join(axes)} in the code',
+            before=shown[0],
+            after=shown[1],
+            at=new_places(*(places if now >= was else places[::-1])),
         )
+
+
+def _asked_for(held: Sequence[RecordedCollective], with_partners: bool) -> str:
+    """How often an exchange is executed, and between which devices if these are others."""
+    if not with_partners:
+        return f'{sum(c.count for c in held):,} times' if held else ''
+    return '; '.join(
+        f'{c.count:,} times{f", devices {c.partners}" if c.partners else ""}' for c in held
+    )
 
 
 def _policies(record: Record) -> set[str]:

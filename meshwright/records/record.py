@@ -104,12 +104,15 @@ class RecordedCollective:
       axes: the mesh axes.
       count: how often it is executed.
       at: its lines, and after them the lines that call these.
+      partners: which devices exchange with which, if not all along the axes: '0-6 by +1, 7 by -7'
+        of a ring, or 'groups 0 1, 2 3'; None in records that do not say it.
     """
 
     name: str
     axes: tuple[str, ...]
     count: int
     at: tuple[At, ...] = ()
+    partners: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

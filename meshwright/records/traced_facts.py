@@ -197,8 +197,8 @@ def _spec_str(spec: Any, rank: int, sizes: Mapping[str, int]) -> str:
 
 
 def _collectives(executed: Sequence[_Executed]) -> Iterator[RecordedCollective]:
-    counts: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
-    lines: dict[tuple[str, tuple[str, ...]], list[tuple[str, ...]]] = {}
+    counts: collections.Counter[tuple[str, tuple[str, ...], str]] = collections.Counter()
+    lines: dict[tuple[str, tuple[str, ...], str], list[tuple[str, ...]]] = {}
     for one in executed:
         name = _COLLECTIVES.get(one.equation.primitive.name)
         if name is None or not one.is_forward:
@@ -206,13 +206,29 @@ def _collectives(executed: Sequence[_Executed]) -> Iterator[RecordedCollective]:
         params = one.equation.params
         given = params.get('axes', params.get('axis_name', ()))
         axes = given if isinstance(given, tuple | list) else (given,)
-        key = name, tuple(str(axis) for axis in axes)
+        key = name, tuple(str(axis) for axis in axes), _partners(params)
         counts[key] += one.times
         own = [line for line in one.stack if not is_library(line)]
         lines.setdefault(key, []).append(tuple(own[:_CALLERS]))
-    for (name, axes), count in sorted(counts.items()):
-        at = _places(lines[name, axes])
-        yield RecordedCollective(name=name, axes=axes, count=count, at=at)
+    for (name, axes, partners), count in sorted(counts.items()):
+        at = _places(lines[name, axes, partners])
+        yield RecordedCollective(name=name, axes=axes, count=count, at=at, partners=partners)
+
+
+def _partners(params: Mapping[str, Any]) -> str:
+    """Which devices exchange with which, if not all along the axes."""
+    if groups := params.get('axis_index_groups'):
+        return f'groups {", ".join(" ".join(map(str, group)) for group in groups)}'
+    pairs = enumerate(sorted(params.get('perm') or ()))
+    shown = []
+    # Devices one after the other whose partners are equally far away.
+    for (shift, _), found in itertools.groupby(
+        pairs, lambda x: (x[1][1] - x[1][0], x[1][0] - x[0])
+    ):
+        sources = [source for _, (source, _) in found]
+        span = f'{sources[0]}-{sources[-1]}' if len(sources) > 1 else f'{sources[0]}'
+        shown.append(f'{span} by {shift:+}')
+    return ', '.join(shown)
 
 
 def _checkpoints(executed: Sequence[_Executed]) -> Iterator[RecordedCheckpoint]:

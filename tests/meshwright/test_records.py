@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from meshwright.records.comparing import compare_records
-from meshwright.records.record import Record, RecordedCollective
+from meshwright.records.record import Record, RecordedCollective, RecordedExchange
 from meshwright.records.recording import record_call
 
 ROWS, WIDTH, LAYERS = 64, 256, 3
@@ -203,3 +203,45 @@ def test_an_exchange_that_the_code_asks_for_is_missed():
     assert (lost.kind, lost.subject, lost.after) == ('collective', 'psum over data in the code', '')
     assert 'jax.lax.pmean' in lost.at.text
     assert not compare_records(over_all, of(lambda x: jax.lax.psum(x, 'data') / 8))
+
+
+def test_other_partners_of_an_exchange_are_missed():
+    """A ring of eight devices, closed or open; the same pairs in another order are the same."""
+
+    def of(pairs):
+        fn = jax.shard_map(
+            lambda x: jax.lax.ppermute(x, 'data', pairs),
+            mesh=mesh(),
+            in_specs=P('data'),
+            out_specs=P('data'),
+        )
+        return record_call(jax.jit(fn), (struct((ROWS, WIDTH), 'data'),), compile=False)[0]
+
+    ring = [(i, (i + 1) % 8) for i in range(8)]
+    closed, opened = of(ring), of(ring[:-1])
+    [change] = compare_records(opened, closed)
+    assert (change.kind, change.before, change.after) == (
+        'collective',
+        '1 times, devices 0-6 by +1',
+        '1 times, devices 0-6 by +1, 7 by -7',
+    )
+    assert not compare_records(closed, of(ring[::-1]))
+    [asked] = closed.collectives
+    old = dataclasses.replace(closed, collectives=(dataclasses.replace(asked, partners=None),))
+    assert not compare_records(old, opened)
+
+
+def test_a_loop_that_is_written_out_may_lack_the_exchange_of_one_layer():
+    """Of six layers, the first needs no gradient of its input: a sixth of the sums is gone."""
+    sums = RecordedExchange(
+        kind='all-reduce', axes=('data',), network='ici', dtype='f32', array='', bytes=0, count=6
+    )
+
+    def of(loops, size, seconds):
+        made = dataclasses.replace(sums, bytes=size)
+        return dataclasses.replace(recorded(), loops=loops, exchanges=(made,), seconds=seconds)
+
+    looped = of((6,), 6_000_000, 1.0)
+    assert not compare_records(looped, of((), 5_000_000, 0.7))
+    assert kinds(looped, of((), 4_000_000, 0.7)) == {'exchange'}
+    assert kinds(looped, of((6,), 5_000_000, 0.7)) == {'exchange', 'time'}
