@@ -91,16 +91,6 @@ def test_nnx_and_linen_states():
 # Gradients.
 
 
-@pytest.mark.parametrize('axis_types', ['auto', 'explicit'])
-def test_gradients_are_laid_out_as_their_parameters(axis_types):
-    mesh = mesh_of(2, 4, axis_types=axis_types)
-    _, plan = VariablePartitioner(mesh).apply(with_adam(), PartitionedPS())
-    with jax.set_mesh(mesh):
-        for grads in PARAMS, {'params': PARAMS}, {'fc1': PARAMS['fc1']}:
-            found = jax.jit(lambda grads: shard_gradients(grads, plan))(grads)
-            assert {x.sharding.spec[0] for x in jax.tree.leaves(found)} == {'data'}
-
-
 def test_gradients_that_are_not_of_the_plan():
     _, plan = VariablePartitioner(mesh_of(2, 4)).apply(with_adam(), PartitionedPS())
     with pytest.raises(ValueError, match=r"embd .*Did you mean 'emb'"):

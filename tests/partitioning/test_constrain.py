@@ -2,7 +2,6 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from partitioning import (
-    PjitPartitioner,
     constrain,
     create_mesh,
     global_mesh_defined,
@@ -62,17 +60,6 @@ def test_with_sharding_constraint_lays_out_by_spec(axis_type):
         )(X)
     for y, spec in [(a, P('data')), (b['b'], P(None, 'model')), (c, P())]:
         assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
-
-
-def test_constrain_uses_the_rules_of_the_context():
-    mesh = mesh_of(AxisType.Auto)
-    fn = jax.jit(lambda x: constrain(x, ('batch', 'embed')))
-    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
-        assert fn(X).sharding.is_equivalent_to(NamedSharding(mesh, P('data', 'model')), 2)
-    y = PjitPartitioner(2, logical_axis_rules=RULES).partition(
-        lambda x: constrain(x, ('length', 'batch')), (P('model'),), P(None, 'data')
-    )(X)
-    np.testing.assert_array_equal(y, X)
 
 
 @MESHES

@@ -87,12 +87,6 @@ def test_the_order_of_the_devices_argument_does_not_matter(machine, sizes):
     assert ids(create_mesh(sizes, names, devices=shuffled)) == ids(mesh)
 
 
-def test_an_axis_larger_than_a_slice():
-    mesh = create_mesh((2, 16), ('a', 'b'), devices=tpu_slices(4, (2, 4, 1), 'TPU v6 lite'))
-    slices = [sorted({d.slice_index for d in row}) for row in mesh.devices]
-    assert slices == [[0, 1], [2, 3]]
-
-
 @settings(max_examples=100)
 @given(local=st.integers(1, 8), processes=st.integers(1, 8), data=st.data())
 def test_the_last_axis_spans_few_hosts(local, processes, data):

@@ -4,10 +4,10 @@ import types
 
 import jax
 import pytest
-from mock_devices import cpus, gpus, tpu_slices, tpus
+from mock_devices import cpus, gpus, tpus
 
 from partitioning import CHIPS
-from partitioning.hardware import chip_of, has_coords, num_slices, parse_topology, torus_wrap
+from partitioning.hardware import chip_of, has_coords, parse_topology, torus_wrap
 from partitioning.hardware.topology import from_cloud_name
 
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
@@ -23,22 +23,6 @@ def test_only_tpus_have_coordinates():
     assert not has_coords(jax.devices()[0])
     # Described GPUs have places in their racks, which do not form a torus.
     assert not has_coords(types.SimpleNamespace(id=0, coords=(0, 1, 3), platform='gpu'))
-
-
-@pytest.mark.parametrize(
-    'devices, expected',
-    [
-        (tpus((2, 2, 1), 'TPU v4'), 1),  # devices of a single slice have no slice_index
-        (tpu_slices(1, (2, 2, 1), 'TPU v4'), 1),
-        (tpu_slices(3, (2, 2, 1), 'TPU v4'), 3),
-        (tpu_slices(3, (2, 2, 1), 'TPU v4')[4:], 2),
-        (gpus(8, 4), 1),
-        (gpus(8, 2, domains=2), 2),
-    ],
-)
-def test_number_of_slices(devices, expected):
-    assert num_slices(devices) == expected
-    assert num_slices(devices[::-1]) == expected
 
 
 # Chips.

@@ -89,27 +89,6 @@ def test_overlapping_chunks_are_numbered_and_listed_by_shard():
     ]
 
 
-@pytest.mark.parametrize('mesh, spec', [('v3 4x4, 4', P('data', 'model')), ('strided', P('data'))])
-def test_numbers_are_python_integers(mesh, spec):
-    """JSON and gin accept only those, even if the caller passes numpy's."""
-    mesh = MESHES[mesh]()
-    chunker = LocalChunker(mesh, np.int64(1))
-    shape = np.array([16, 16][: len(spec)])
-    infos = [
-        chunker.get_local_chunk_info(shape, spec),
-        *chunker.get_local_chunks(shape, spec),
-        *chunker.get_local_chunks(shape, spec, 'pad'),
-    ]
-    numbers = [chunker.get_shard_id('data'), chunker.get_replica_id('data')]
-    numbers += [chunker.get_num_shards('data'), *chunker.num_chunks.values()]
-    for info in infos:
-        numbers += [info.replica_id, *(n for s in info.slice for n in (s.start, s.stop, s.step))]
-    layout = data_layout(mesh, 'data', np.int64(16), np.int64(1))
-    numbers += [layout.batch_size, layout.shard_id, layout.num_shards, *layout.row_indices]
-    assert {type(n) for n in numbers} <= {int, type(None)}
-    assert type(layout.is_first_host_in_replica_set) is type(layout.is_even) is bool
-
-
 def test_scalars_have_one_replica_per_process():
     """A train state has scalars, such as its step."""
     for process in range(4):
@@ -119,16 +98,6 @@ def test_scalars_have_one_replica_per_process():
 
 
 # The partitioner.
-
-
-def test_the_partitioner_answers_for_any_process():
-    partitioner = PjitPartitioner(mesh=STRIDED)
-    for host in range(4):
-        layout = partitioner.get_data_layout(32, host)
-        assert layout == data_layout(STRIDED, 'data', 32, host)
-        assert list(layout.row_indices) == [row for row in range(32) if row // 2 % 4 == host]
-        assert (layout.shard_id, layout.num_shards, layout.is_even) == (host, 4, True)
-    assert partitioner.get_data_layout(32) == partitioner.get_data_layout(32, 0)
 
 
 @pytest.mark.parametrize('axes', [('data', None), (('model', 'data'), None), (None, 'model')])

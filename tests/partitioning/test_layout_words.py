@@ -1,7 +1,5 @@
 """PjitPartitioner(layout='fsdp') and (layout='data_parallel') lay out models without names."""
 
-import math
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 from small_models import batches, plain_losses, program
 
-from partitioning import AxisRules, MeshConfig, PjitPartitioner, TrainState, constrain
+from partitioning import AxisRules, MeshConfig, PjitPartitioner, constrain
 
 pytestmark = pytest.mark.core
 
@@ -136,40 +134,6 @@ def test_data_parallel_replicates_on_purpose():
     assert partitioner.plan(state)['params/kernel'].spec == P(None, None)
     assert not partitioner.lint(state)
     assert 'data_parallel' in partitioner.audit(state).replicated[0].reason
-
-
-OPTIMIZERS = {
-    'adamw': optax.adamw(1e-2),
-    'adafactor': optax.adafactor(1e-2, min_dim_size_to_factor=8),
-    'multi_steps': optax.MultiSteps(optax.adam(1e-2), 2),
-}
-
-
-@pytest.mark.parametrize('tx', OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize('kind', ['tuple', 'TrainState'])
-def test_statistics_follow_their_parameters(tx, kind):
-    def init(key):
-        params = {
-            'wte': {'embedding': jnp.zeros((64, 32))},
-            'fc': {'w': jnp.zeros((32, 96)), 'b': jnp.zeros(96)},
-        }
-        return (
-            (params, tx.init(params), key, 0) if kind == 'tuple' else TrainState.create(params, tx)
-        )
-
-    plan = PjitPartitioner(layout='fsdp').plan(init, KEY)
-    roles = {row.path: row.role for row in plan.rows}
-    kept = {}
-    for row in plan.rows:
-        for name, shape, sharded in (('wte/embedding', (64, 32), 64), ('fc/w', (32, 96), 96)):
-            if row.path.endswith(name) and math.prod(row.shape) > 1:
-                kept[row.path] = row.shape
-                # The dimension that the parameter shards is the only one that is sharded.
-                assert row.shard_shape == tuple(n // 8 if n == sharded else n for n in row.shape)
-                assert set(row.shape) <= set(shape)
-    assert len(kept) >= 6
-    parameters = [path for path, role in roles.items() if role == 'parameters']
-    assert len(parameters) == 3
 
 
 # Training. The reference is a plain loop on one device.

@@ -214,13 +214,6 @@ def test_trees_with_other_paths_are_still_refused(trained):
     assert run.num_traces() == 0
 
 
-def test_errors_of_the_function_itself(trained):
-    partitioner, plan, state = trained
-    run = partitioner.partition(lambda s: int('no number'), (plan.specs,), None)
-    with pytest.raises(ValueError, match=r'invalid literal.*no number'):
-        run(state)
-
-
 # Weak types.
 
 

@@ -62,26 +62,6 @@ def test_partitions_of_a_moe_mesh_that_do_not_fit():
 # The partitioner.
 
 
-def test_moe_partitioner():
-    partitioner = MoePjitPartitioner(num_expert_partitions=2, num_partitions=2)
-    assert dict(partitioner.mesh.shape) == {'data': 2, 'expert': 2, 'model': 2}
-    assert partitioner.mesh is partitioner.mesh
-    assert partitioner.data_partition_spec == P(('data', 'expert'))
-    assert partitioner.data_mesh_size == 4
-    rules = partitioner.logical_axis_rules
-    for rule in (
-        ('batch', ('data', 'expert')),
-        ('expert', 'expert'),
-        ('expert_mlp', 'model'),
-        ('expert_group', None),
-        ('expert_replicas', 'data'),
-        ('unmodeled', None),
-        ('mlp', 'model'),
-        ('embed', None),
-    ):
-        assert rule in rules
-
-
 def test_a_layer_of_experts():
     """Each expert multiplies its rows, with the result of a single device."""
     partitioner = MoePjitPartitioner(2, 2)

@@ -35,21 +35,6 @@ def test_result_and_layouts(partitioner):
     assert {s.data.shape for s in y.addressable_shards} == {(2, 3)}
 
 
-def test_none_replicates(partitioner):
-    """None applies to a whole tree, as an input and as a result."""
-    seen = {}
-
-    def fn(tree):
-        jax.debug.inspect_array_sharding(tree['a'], callback=lambda s: seen.update(a=s))
-        return {'a': tree['a'] * 2, 'b': tree['b']}
-
-    out = partitioner.partition(fn, (None,), None)({'a': rows(8, 4), 'b': rows(8)})
-    jax.effects_barrier()  # the callback may run after the call returns
-    assert seen['a'].is_fully_replicated
-    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(out))
-    assert len(out['b'].sharding.device_set) == 8
-
-
 def test_trees_and_prefixes_of_resources(partitioner):
     specs = {'w': P('model'), 'rest': P('data')}
     state = {'w': rows(4), 'rest': {'a': rows(8), 'b': rows(4, 4)}}

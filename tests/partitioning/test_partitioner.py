@@ -17,16 +17,6 @@ pytestmark = [pytest.mark.core, pytest.mark.smoke]
 SQUARE = Mesh(np.array(jax.devices()).reshape(4, 2), ('data', 'model'))
 
 
-def test_a_given_mesh():
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ('replica', 'data', 'expert'))
-    partitioner = PjitPartitioner(
-        mesh=mesh, logical_axis_rules=[('batch', ('replica', 'data')), ('experts', 'expert')]
-    )
-    assert partitioner.mesh is mesh
-    assert partitioner.data_partition_spec == P(('replica', 'data'))
-    assert partitioner.data_mesh_size == 4
-
-
 @pytest.mark.parametrize(
     'settings',
     [
@@ -91,17 +81,6 @@ def test_a_batch_rule_for_an_absent_axis():
         partitioner.get_data_layout(8)
     with pytest.raises(ValueError, match=message):
         partitioner.data_partition_spec  # noqa: B018
-
-
-def test_move_params_to_devices():
-    partitioner = PjitPartitioner(num_partitions=2)
-    state = {'w': np.arange(32.0).reshape(8, 4), 'b': np.arange(4.0), 'step': np.int32(7)}
-    axes = {'w': P('data', 'model'), 'b': P('model'), 'step': None}
-    moved = partitioner.move_params_to_devices(state, axes)
-    for name, array in moved.items():
-        np.testing.assert_array_equal(array, state[name])
-        sharding = NamedSharding(partitioner.mesh, axes[name] or P())
-        assert array.sharding.is_equivalent_to(sharding, array.ndim)
 
 
 def test_the_base_class_is_abstract():

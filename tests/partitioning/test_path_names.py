@@ -218,15 +218,6 @@ def test_t5x_variables(freeze):
     assert new['params']['enc']['kernel'] is variables['params']['enc']['kernel']
 
 
-def test_t5x_variables_with_names_for_some():
-    variables = params(named=['enc/kernel'])
-    with pytest.raises(ValueError, match='no path rule matches dec/kernel'):
-        override_params_axes_names(variables, ALL[1:])
-    new = override_params_axes_names(variables, [('dec/kernel', (None, 'embed')), ALL[1]])
-    names = by_path(get_logical_axes(new)['params'])
-    assert names == NAMES | {'dec/kernel': AxisNames(None, 'embed')}
-
-
 def test_path_rules_in_a_dict():
     with pytest.raises(ValueError, match=r"list of pairs.*\[\('enc', \('mlp',\)\), .*rules.items"):
         override_params_axes_names(params(named=PATHS), {'enc': ('mlp',)})

@@ -30,14 +30,6 @@ def _partitioner():
 # Missing and wrong names.
 
 
-@pytest.mark.parametrize('names', [('layers', 'embed', 'mlp'), ()])
-def test_names_of_the_wrong_rank(partitioner, names):
-    box = nn.LogicallyPartitioned(jnp.zeros((8, 8)), names)
-    message = rf'params/dense/kernel.* {len(names)} entr.* 2 dimensions'
-    with pytest.raises(ValueError, match=message):
-        partitioner.get_mesh_axes({'params': {'dense': {'kernel': box}}})
-
-
 @pytest.mark.parametrize(
     'names, shape, message',
     [

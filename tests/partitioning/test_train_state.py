@@ -1,6 +1,5 @@
 """TrainState: created in several ways, named, updated, used as a pytree, saved and restored."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +7,6 @@ import optax
 import pytest
 from flax import serialization
 from flax.core import unfreeze
-from flax.linen.partitioning import param_with_axes, variable_with_axes
 from jax.sharding import NamedSharding, PartitionSpec as P
 from train_states import (
     KERNEL,
@@ -51,23 +49,6 @@ def test_created(way):
         assert_same(state.flax_mutables_axes, {'batch_stats': given['batch_stats_axes']})
     else:
         assert state.params_axes is state.flax_mutables is state.flax_mutables_axes is None
-
-
-class Model(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        kernel = param_with_axes('kernel', nn.initializers.ones, (8, 4), axes=('embed', 'mlp'))
-        mean = variable_with_axes('batch_stats', 'mean', jnp.zeros, (4,), axes=('mlp',))
-        return x @ kernel - mean.value
-
-
-def test_created_from_the_variables_of_a_model(partitioner):
-    made_by = Model().init(jax.random.key(0), jnp.ones((2, 8)))
-    state = TrainState.create(made_by, optax.sgd(0.1))
-    assert made_by.keys() == {'params', 'params_axes', 'batch_stats', 'batch_stats_axes'}
-    axes = partitioner.get_mesh_axes(state)
-    assert axes.params == {'kernel': P('data', 'model')}
-    assert axes.flax_mutables == {'batch_stats': {'mean': P('model')}}
 
 
 # Named.
@@ -165,17 +146,6 @@ def test_replaced():
 
 
 # A pytree.
-
-
-@each_way
-def test_a_state_passes_through_jit(way):
-    state = made(way)
-    assert_same(jax.jit(lambda s: s)(state), state)
-    assert_same(jax.tree.unflatten(*reversed(jax.tree.flatten(state))), state)
-    assert hash(jax.tree.structure(state)) == hash(jax.tree.structure(made(way)))
-    mapped = jax.tree.map(lambda x: x + 1, state)
-    assert isinstance(mapped, TrainState) and int(mapped.step) == 1
-    assert jax.tree.structure(mapped) == jax.tree.structure(state)
 
 
 def test_a_donated_state_is_updated_by_one_compiled_step(partitioner):

@@ -304,12 +304,6 @@ def test_an_environment_that_cannot_be_right(environ, words):
     assert [word for word in words if word not in message] == [], message
 
 
-def test_the_flags_help_where_process_0_is_elsewhere():
-    elsewhere = OPEN_MPI_5 | {'OMPI_COMM_WORLD_RANK': '0'}
-    expected = ProcessAddress('gpu-node-02:8482', 4, 0, 'Open MPI', (1,))
-    assert find_processes(elsewhere, 'gpu-node-02:8482') == expected
-
-
 @pytest.mark.parametrize(
     ('hosts', 'first'),
     [

@@ -41,14 +41,6 @@ def test_the_current_directory_comes_before_the_search_paths(folders):
         gin.clear_config()
 
 
-def test_includes_are_found_in_search_paths(folders):
-    (folders[0] / 'main.gin').write_text("include 'parts/seed.gin'\n")
-    (folders[2] / 'parts').mkdir()
-    (folders[2] / 'parts' / 'seed.gin').write_text('TrainConfig.seed = 5\n')
-    load_config(['main.gin'], search_paths=[str(f) for f in folders[1:]])
-    assert seed() == 5
-
-
 def test_the_shipped_configs_are_found_from_anywhere(folders):
     load_config(
         ['configs/runs/pretrain.gin'], ["MODEL_DIR='a'", "TEXT='b'"], search_paths=['nowhere']

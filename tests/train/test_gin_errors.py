@@ -132,21 +132,6 @@ def test_a_flag_for_an_unused_macro(refusal):
     )
 
 
-@pytest.mark.parametrize(
-    ('binding', 'expected'),
-    [
-        ('trainn.seed=1', "no configurable 'trainn'. Did you mean 'train'?"),
-        ('TrainConfig.sed=1', "'TrainConfig' has no parameter 'sed'. Did you mean 'seed'?"),
-        ('TrainConfig.seed=%NOWHERE', '%NOWHERE has no value'),
-        ('TrainConfig.seed=@nowhere', "no configurable 'nowhere'"),
-    ],
-)
-def test_unknown_names_in_flags(refusal, binding, expected):
-    message = refusal('', binding)
-    assert message.startswith(f'--gin.{binding}: ')
-    assert expected in message
-
-
 def test_at_least_one_file_is_required():
     with pytest.raises(ConfigError, match='no gin file: add --gin_file='):
         load_config([])
@@ -237,11 +222,6 @@ def test_modules_of_the_user_may_enter_scopes(load, refusal, intruder):
     assert "Did you mean 'a/b'" in refusal(
         text + "a/bb/TextFiles.exclude = 'z'\n", allow=['intruder']
     )
-
-
-def test_a_macro_can_be_set_through_gin_macro(load):
-    load('A/macro.value = 3\nTrainConfig.seed = %A\n')
-    assert seed() == 3
 
 
 def test_a_refused_configuration_sets_nothing(refusal):

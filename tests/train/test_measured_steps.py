@@ -17,17 +17,13 @@ from benchmarks import forecast_truth
 from benchmarks.measured_steps import records
 from benchmarks.measured_steps.cases import family_of, list_cases, work_of
 from benchmarks.measured_steps.fitting import (
-    FREE,
-    FREE_OF_COMPILED,
     USUAL,
     Bias,
     Case,
     Free,
     fit_constants,
 )
-from benchmarks.measured_steps.models import choose_remat
 from benchmarks.measured_steps.rebuilding import (
-    choose_options,
     count_parameters,
     list_programs,
     rebuild,
@@ -45,7 +41,6 @@ from meshwright import Collective
 from meshwright.time.loads import ExchangeLoad, Loads
 from partitioning.hardware import CHIPS
 from partitioning.hardware.chips import torus_wrap
-from train.models.remat import Remat
 
 ROWS = {row.name: row for row in load_rows()}
 REBUILT = {name: p for name, row in ROWS.items() if not isinstance(p := rebuild(row), str)}
@@ -96,38 +91,6 @@ def test_meshes_have_the_devices_and_the_links_of_the_rows_and_divide_their_batc
         axes = [axes] if isinstance(axes, str) else axes or ()
         parts = math.prod(program.mesh_sizes[axis] for axis in axes)
         assert program.batch_size % (parts * program.num_microbatches) == 0, name
-
-
-@pytest.mark.parametrize(
-    'name, remat',
-    [
-        ('v5e-256-maxtext-16b', Remat()),
-        ('v5p-64-maxtext-32b-s1', Remat(save=('dots',))),
-        (
-            'v6e-8-llama3.1-8b',
-            Remat(offload=('residual', 'query', 'key', 'value', 'attention_out')),
-        ),
-        ('v6e-512-llama3.1-405b-fsdp', Remat(offload=('residual',))),
-        ('tpu7x-64-llama3.1-70b-8k-bf16', Remat(save=('attended', 'query', 'key', 'value'))),
-        ('h100-8-llama2-7b-maxtext', Remat(save=('dots', 'attended'))),
-    ],
-)
-def test_remat_policies(name, remat):
-    assert choose_remat(ROWS[name]) == remat
-
-
-def test_settings_of_a_row():
-    program = REBUILT['v6e-1024-gemma3-12b-32k']
-    assert program.axes == (('data', 1), ('fsdp_transpose', 256))
-    assert program.dcn == (('data', 4), ('fsdp_transpose', 1))
-    assert (program.model.window, program.model.global_every) == (1024, 6)
-    assert program.output_chunks == 16
-    vector_memory = 'xla_tpu_scoped_vmem_limit_kib'
-    assert program.compiler_options == ((vector_memory, 122_880),)
-    assert choose_options(ROWS['v6e-8-llama3.1-8b']) == (), '98,304 KiB is our default for v6e'
-    assert choose_options(ROWS['v5e-256-maxtext-16b']) == ((vector_memory, None),)
-    assert REBUILT['v6e-256-fuji70b-v2'].num_microbatches == 4
-    assert REBUILT['tpu7x-64-llama3.1-70b-8k-bf16'].mu_dtype == 'bfloat16'
 
 
 @pytest.mark.parametrize(
@@ -399,11 +362,3 @@ def test_rows_of_one_model_and_chip_are_one_family():
     assert len({family_of(ROWS[name]) for name in alike}) == 1, 'the sizes of one model'
     h100 = {family_of(ROWS[name]) for name in ROWS if name.startswith('h100-8-llama2-7b')}
     assert h100 == {'h100 6.74B'}
-
-
-def test_every_free_constant_is_one_of_the_model():
-    fields = {field.name for field in dataclasses.fields(USUAL['v5e'])}
-    for free in (*FREE, *FREE_OF_COMPILED):
-        assert free.name in fields and {*free.chips} <= {*CHIPS}
-        assert free.spread > 0 and math.isfinite(free.spread)
-    assert {*USUAL} == {*CHIPS}
