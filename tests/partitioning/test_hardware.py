@@ -60,6 +60,23 @@ def test_unknown_device_kinds(kind):
 
 
 @pytest.mark.parametrize(
+    'name, gib',
+    [
+        ('v2', 7.48),
+        ('v3', 15.48),
+        ('v4', 30.75),
+        ('v5e', 15.75),
+        ('v5p', 95.73),
+        ('v6e', 31.24),
+        ('tpu7x', 94.74),
+    ],
+)
+def test_memory_of_one_device(name, gib):
+    """The figures are from the compiler's out-of-memory errors."""
+    assert CHIPS[name].hbm_bytes_per_device == pytest.approx(gib * 2**30, abs=2)
+
+
+@pytest.mark.parametrize(
     'name, gigabytes',
     # Bidirectional bandwidth of a chip over all its links, in GB/s, as the documents give it.
     [('v5e', 400), ('v5p', 1200), ('v6e', 800), ('tpu7x', 1200), ('h100', 900), ('b200', 1800)],
@@ -83,26 +100,19 @@ def test_links_of_a_torus_are_two_per_dimension():
     [
         # Cubes of 4 x 4 x 4 chips close in all three dimensions, or in none.
         ('TPU v4', (4, 4, 4), (True, True, True)),
-        ('TPU v4', (4, 4, 8), (True, True, True)),
         ('TPU v4', (2, 2, 4), (False, False, False)),
         ('TPU v4', (4, 4, 2), (False, False, False)),
         ('TPU v5', (8, 8, 8), (True, True, True)),
-        ('TPU v5', (4, 4, 6), (False, False, False)),
-        ('TPU v5', (2, 2, 2), (False, False, False)),
         ('TPU v5', (4, 8, 12), (True, True, True)),
-        ('TPU7x', (4, 4, 4), (True, True, True)),
         ('TPU7x', (2, 4, 4), (False, False, False)),
         # Planes close in the dimensions in which they are as long as the pod.
         ('TPU v5 lite', (16, 16, 1), (True, True, False)),
         ('TPU v5 lite', (8, 16, 1), (False, True, False)),
         ('TPU v5 lite', (4, 4, 1), (False, False, False)),
         ('TPU v6 lite', (16, 16, 1), (True, True, False)),
-        ('TPU v6 lite', (16, 8, 1), (True, False, False)),
         ('TPU v2', (16, 16, 1), (True, True, False)),
-        ('TPU v2', (4, 4, 1), (False, False, False)),
         ('TPU v3', (32, 32, 1), (True, True, False)),
         ('TPU v3', (16, 32, 1), (False, True, False)),
-        ('TPU v3', (16, 16, 1), (False, False, False)),
         ('TPU v9', (16, 16, 16), (False, False, False)),
     ],
 )
@@ -120,21 +130,13 @@ def test_dimensions_that_close_to_rings(kind, bounds, wrap):
         ('v3-32', 'v3:4x4'),
         ('v4-8', 'v4:2x2x1'),
         ('v4-32', 'v4:2x2x4'),
-        ('v4-512', 'v4:4x8x8'),
         ('v5litepod-1', 'v5e:1x1'),
-        ('v5litepod-16', 'v5e:4x4'),
         ('v5litepod-256', 'v5e:16x16'),
         ('v5p-8', 'v5p:2x2x1'),
-        ('v5p-16', 'v5p:2x2x2'),
-        ('v5p-64', 'v5p:2x4x4'),
         ('v5p-128', 'v5p:4x4x4'),
-        ('v5p-384', 'v5p:4x4x12'),
         ('v5p-1024', 'v5p:8x8x8'),
-        ('v5p-2048', 'v5p:8x8x16'),
-        ('v5p-4096', 'v5p:8x16x16'),
         ('v5p-12288', 'v5p:16x16x24'),
         ('v6e-8', 'v6e:2x4'),
-        ('v6e-64', 'v6e:8x8'),
         ('tpu7x-128', 'tpu7x:4x4x4'),
         ('v5p-4x4x4', 'v5p:4x4x4'),
         ('a3-highgpu-8g', 'h100:1x8'),

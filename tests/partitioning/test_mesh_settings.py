@@ -15,10 +15,7 @@ pytestmark = pytest.mark.core
 @pytest.mark.parametrize(
     'names, ici, dcn, shape',
     [
-        (('all',), (8,), (2,), (16,)),
         (('data', 'model'), (2, 4), (2, 1), (4, 4)),
-        (('data', 'model'), (2, 4), (1, 2), (2, 8)),
-        (('pod', 'rows', 'columns'), (1, 2, 4), (2, 1, 1), (2, 2, 4)),
         (('replica', 'data', 'fsdp', 'model'), (1, 1, 4, 2), (2, 1, 1, 1), (2, 1, 4, 2)),
         (('stage', 'data', 'fsdp', 'sequence', 'model'), (1, 2, 2, 1, 2), (2, 1, 1, 1, 1), None),
     ],

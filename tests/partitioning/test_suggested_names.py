@@ -399,7 +399,7 @@ def test_names_stand_in_their_layers(name):
 
 
 @pytest.mark.parametrize('name', MODELS)
-@pytest.mark.parametrize('sizes', [{'data': 8, 'model': 1}, {'data': 8}, {'replica': 2, 'data': 4}])
+@pytest.mark.parametrize('sizes', [{'data': 8, 'model': 1}, {'replica': 2, 'data': 4}])
 def test_a_mesh_without_model_parallelism_shards_the_state(name, sizes):
     mesh = create_mesh(tuple(sizes.values()), tuple(sizes))
     state = jax.tree.map(lambda x: x if hasattr(x, 'dtype') else None, MODELS[name]())

@@ -110,19 +110,6 @@ def test_a_batch_is_the_same_on_any_mesh(readers, task, seed, number, rows_each,
         assert b''.join(batch[r][name] for r in range(batch_size)) == array.tobytes(), name
 
 
-def test_the_random_meshes_include_every_kind():
-    """The test above needs meshes with gaps in the rows, shared rows and uneven chunks."""
-    gaps = shared = uneven = 0
-    for number in range(300):
-        mesh, axes, num_shards, processes = random_mesh(number)
-        layouts = [data_layout(mesh, axes, num_shards, process) for process in processes]
-        indices = [layout.row_indices for layout in layouts]
-        gaps += any(rows[-1] - rows[0] >= len(rows) for rows in indices)
-        shared += len(processes) > 1 and sum(map(len, indices)) > num_shards
-        uneven += not all(layout.is_even for layout in layouts)
-    assert min(gaps, shared, uneven) > 20, (gaps, shared, uneven)
-
-
 @pytest.mark.parametrize('task', TASKS)
 def test_a_row_depends_only_on_its_number(opened, task):
     """It does not depend on the batch size or on earlier reads."""

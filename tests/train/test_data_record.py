@@ -7,9 +7,7 @@ import pytest
 from train.data import (
     ByteTokenizer,
     CausalLM,
-    JsonLines,
     Mixture,
-    Records,
     SpanCorruption,
     TextFiles,
 )
@@ -245,26 +243,3 @@ def test_an_unreadable_record_is_an_error(corpus, run, content):
         content = json.dumps(record | {'settings': settings}).encode()
     (run / FILE).write_bytes(content)
     assert 'delete' in refusal(run, record)
-
-
-def test_the_record_is_indented_json(corpus, run):
-    write_record(run, corpus.record())
-    text = (run / FILE).read_text()
-    assert json.loads(text) == corpus.record()
-    assert text.endswith('\n')
-    assert len(text.splitlines()) > 5
-
-
-def test_sources_of_every_kind_have_a_record(corpus, run, tmp_path):
-    (corpus.folder / 'a.jsonl').write_text('{"text": "a"}')
-    lines = JsonLines(pattern=['a.jsonl'], root=str(corpus.folder), holdout_percent=0)
-    mixture = Mixture(
-        tasks=[corpus.task(lines), corpus.task(Records(records=TEXTS, holdout_percent=0))],
-        weights=[1, 1],
-    )
-    write_record(run, corpus.record(mixture))
-    assert check_same_as_before(run, step=10, record=corpus.record(mixture)) == []
-    first, second = corpus.record(mixture)['parts']
-    assert 'a.jsonl' in first['source']
-    assert second['source'] == 'Records'
-    assert (first['documents'], second['documents']) == (1, len(TEXTS))

@@ -81,14 +81,6 @@ def test_every_setting_that_changes_the_tokens_makes_another_index(tmp_path):
     assert directory(exclude='/c') == seen[-1]
 
 
-def test_equal_numbers_make_one_index(tmp_path):
-    (tmp_path / 'data').mkdir()
-    where = write_lines(tmp_path / 'data')
-    sources = [JsonLines(holdout_percent=p, **where) for p in (2, 2.0)]
-    cache = str(tmp_path / 'cache')
-    assert len({open_index(s, ByteTokenizer(), cache, quiet).directory for s in sources}) == 1
-
-
 @pytest.mark.parametrize(
     'signature', [{'v': 1}, {'files': ('a', 2)}, ['a', 2], 'version 1', 7], ids=repr
 )
@@ -167,23 +159,6 @@ def test_progress_increases_to_the_total(tmp_path, monkeypatch, kind):
 
 
 # Token streams: written to files, mapped into memory, and cut.
-
-
-def test_a_separator_before_each_document_and_one_at_the_end(tmp_path):
-    stream = open_index(listed(), ByteTokenizer(), str(tmp_path), quiet).training
-    s = 256
-    expected = [s, *b'one', s, s, *b'two three', s, 0, 255, s, *b'four', s]
-    assert stream.tokens.tolist() == expected
-    assert stream.starts.tolist() == [0, 4, 5, 15, 18, 23]
-    assert stream.starts.dtype == np.int64
-    assert (stream.num_documents, stream.num_bytes) == (5, 18)
-    assert stream.num_targets == len(expected) - 1
-
-
-def test_tokens_come_from_the_tokenizer(tmp_path):
-    stream = open_index(listed([b'ab', b'c']), Counted(), str(tmp_path), quiet).training
-    assert stream.tokens.tolist() == [999, 97, 97, 98, 98, 999, 99, 99, 999]
-    assert stream.num_bytes == 3
 
 
 @given(st.lists(st.binary(max_size=30), max_size=12), st.integers(1, 40), st.integers(0, 100))
