@@ -59,14 +59,6 @@ def test_unconstrained_dimensions_keep_their_layout(types):
 
 
 @ALL
-def test_an_axis_that_another_dimension_takes_is_not_kept(types):
-    mesh = mesh_of(*types)
-    with jax.set_mesh(mesh):
-        y = jax.jit(lambda x: with_sharding_constraint(x, P(UNC, 'data')))(laid_out(mesh, 'data'))
-    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P(None, 'data')), 2)
-
-
-@ALL
 @pytest.mark.parametrize('sharding', [P, NamedSharding])
 def test_unconstrained_dimensions_of_partitioned_functions(types, sharding):
     """An argument keeps the layout of the dimension, and the rest of the spec applies inside."""

@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from partitioning import AxisNames, AxisRules, MeshConfig, PjitPartitioner, unbox
+from partitioning import AxisNames, AxisRules, PjitPartitioner, unbox
 
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
@@ -128,14 +128,6 @@ def test_replicated_arrays_by_hand(audit):
         assert cost.reason.startswith(f'{over}: ') and why in cost.reason, cost.row.path
 
 
-def test_an_array_next_to_a_single_parameter_does_not_follow_it(partitioner):
-    """It does not, although it is as long as one of the parameter's dimensions."""
-    state = {'params': {'w': boxed((64, 8), ('embed', 'mlp'))}, 'noise': jnp.zeros(64)}
-    audit = partitioner.audit(jax.eval_shape(lambda: state))
-    assert audit.by_role == {'parameters': 256, 'optimizer': 0, 'other': 256}
-    assert [cost.row.path for cost in audit.replicated] == ['noise']
-
-
 # Budgets.
 
 
@@ -204,16 +196,6 @@ def test_an_array_on_one_device(plan, state):
     is_now, _, should_be = cost.reason.partition(' but the plan ')
     assert 'SingleDeviceSharding' in is_now and "P('model', 'data')" in should_be
     assert 'plan' in str(audit) and cost.reason in str(audit)
-
-
-def test_an_array_on_a_device_outside_the_mesh(named, state):
-    mesh = MeshConfig(axes={'data': 2, 'model': 2}, devices=jax.devices()[:4])
-    plan = PjitPartitioner(mesh=mesh, logical_axis_rules=RULES).plan(named)
-    now = jax.device_put(state, plan.shardings)
-    now = moved(now, 'table', (state['params']['table'], jax.devices()[7]))
-    audit = plan.audit(now)
-    assert audit.bytes_by_device == held_by_device(now)
-    assert audit.bytes_by_device.keys() == {0, 1, 2, 3, 7} and audit.bytes_by_device[7] == 2048
 
 
 def test_roles_over_budget_are_those_of_the_fullest_device(plan, state):

@@ -130,19 +130,3 @@ def test_losses_are_those_of_one_device(front_end):
     np.testing.assert_allclose(run(front_end).losses, expected, rtol=1e-5)
     untrained = plain_loss(values(), batches(STEPS)[-1], np)
     assert expected[-1] < untrained - 0.05  # the steps before it count
-
-
-@CASES
-def test_rules_of_the_optimizer(front_end):
-    """As in ZeRO, parameters are sharded over 'model' only and statistics over both axes."""
-    rules = [(name, None if axes == 'data' else axes) for name, axes in RULES]
-    partitioner = partitioner_of(front_end, rules=rules, optimizer=RULES)
-    init = program(front_end, 'dict', TX).init
-    state = partitioner.eval_shape(init, jax.random.key(0))
-    found, _ = corresponding(partitioner.get_mesh_axes(state))
-    expected = for_every_kind(SPECS)
-    for (kind, name), spec in expected.items():
-        if kind == 'parameter':
-            spec = P(*(axes if axes == 'model' else None for axes in spec))
-        assert found[kind, name] == spec
-    assert found.keys() == expected.keys()

@@ -69,6 +69,7 @@ def test_unused_rules_say_why():
     assert "Did you mean 'up/kernel'?" in misspelt.why_unused
     assert 'move it up' in late.why_unused and 'up/bias' in late.why_unused
     assert '2 rules without arrays' in str(found) and '.*/up/kernal' in str(found)
+    assert '4 taken by 3 rules' in str(found)
 
 
 def test_names_of_another_rank_are_listed():

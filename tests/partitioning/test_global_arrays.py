@@ -141,16 +141,6 @@ def test_each_device_receives_only_its_shard(monkeypatch):
     assert set(moved) == {(4, 3)}
 
 
-def test_local_rows_of_any_sharding():
-    local = rows(8, 4)
-    for sharding in (
-        NamedSharding(MESH, P(None, 'model')),
-        jax.sharding.SingleDeviceSharding(jax.devices()[3]),
-    ):
-        back = global_to_local({'x': jax.device_put(local, sharding)})
-        np.testing.assert_array_equal(back['x'], local)
-
-
 # Chunks in every dimension.
 
 

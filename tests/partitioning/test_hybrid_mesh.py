@@ -4,9 +4,9 @@ import random
 
 import numpy as np
 import pytest
-from mock_devices import cpus, gpus, ids, tpu_slices, tpus, two_slices_of_v4
+from mock_devices import cpus, gpus, ids, tpus, two_slices_of_v4
 
-from partitioning import create_hybrid_mesh, create_mesh
+from partitioning import create_hybrid_mesh
 
 pytestmark = pytest.mark.core
 
@@ -38,17 +38,6 @@ def test_orders_of_two_slices(ici, dcn, expected):
         over = tuple(-1 if i == axis else n for i, n in enumerate(dcn))
         assert ids(hybrid(ici, over, devices)) == expected
         assert ids(hybrid(rest, over, devices)) == expected
-
-
-@pytest.mark.parametrize('sizes', [(4,), (2, 2), (1, 4, 1), (2, 1, 1, 2)])
-def test_one_slice_needs_no_dcn(sizes):
-    """The mesh equals create_mesh's mesh, also for devices without a slice index."""
-    ones = (1,) * len(sizes)
-    names = [f'axis{i}' for i in range(len(sizes))]
-    for devices in (tpus((2, 2, 1), 'TPU v4'), tpu_slices(1, (2, 2, 1), 'TPU v4'), cpus(2, 2)):
-        mesh = hybrid(sizes, ones, devices)
-        assert mesh.devices.shape == sizes
-        assert ids(mesh) == ids(create_mesh(sizes, names, devices=devices))
 
 
 # Processes and other granules.

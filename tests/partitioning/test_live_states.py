@@ -17,7 +17,6 @@ from partitioning import (
     PjitPartitioner,
     TrainState,
     check_compiled_once,
-    fsdp_logical_axis_rules,
     unbox,
 )
 
@@ -78,13 +77,6 @@ def test_states_that_were_never_seen(trained):
     for one, unknown in [(make_partitioner(), state), (partitioner, other)]:
         with pytest.raises(ValueError, match=r'Missing axis names.*eval_shape'):
             one.plan(unknown)
-
-
-def test_other_rules_use_the_same_names(trained):
-    partitioner, _, state = trained
-    sharded = partitioner.with_rules(fsdp_logical_axis_rules(RULES))
-    assert sharded.get_mesh_axes(state).params == {'w': P('data', 'model'), 'b': P('model')}
-    assert partitioner.get_mesh_axes(state).params == SPECS
 
 
 def test_another_mesh_uses_the_same_names_and_rules(trained):

@@ -184,13 +184,6 @@ def test_a_cube_closes_its_rings_and_its_places_are_in_the_order_of_the_mesh():
     assert placement.places[1] == (0, 2, 3, 3, 0)  # x counts fastest
 
 
-def test_slices_and_cores_are_numbered():
-    devices = tpu_slices(2, (2, 2, 1), 'TPU7x', cores=2)
-    placement = find_placement(mesh_of(devices, (2, 8)))
-    assert placement.places[1] == (0, 0, 0, 0, 1)
-    assert placement.places[8:10] == ((1, 0, 0, 0, 0), (1, 0, 0, 0, 1))
-
-
 def test_gpus_are_numbered_within_their_process():
     placement = find_placement(mesh_of(gpus(local=4, processes=2), (8,)))
     assert placement.bounds == () and placement.wrap == ()

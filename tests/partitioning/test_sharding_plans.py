@@ -21,7 +21,6 @@ from planned_models import (
     NnxMlp,
     held,
     linen,
-    params,
     resolve,
 )
 
@@ -71,21 +70,6 @@ def test_abstract_models(names):
         assert resolve(plan, abstract) == resolve(plan, module)
         abstract_nnx = nnx.eval_shape(lambda: NnxMlp(nnx.Rngs(0)))
         assert resolve(plan, abstract_nnx) == resolve(plan, NnxMlp(nnx.Rngs(0)))
-
-
-def test_buffers_are_replicated():
-    """Random keys of an nnx module and statistics of linen variables are on every device."""
-    module = shard_module(NnxMlp(nnx.Rngs(0)), ShardingPlan(ENTRIES), MESH)
-    key = module.drop.rngs.key[...]
-    assert key.sharding.is_fully_replicated and key.sharding.num_devices == 8
-    variables = {'params': params(), 'batch_stats': {'mean': jnp.zeros(8)}}
-    resolved = resolve(ENTRIES, variables)
-    assert {row.path: row.role for row in resolved.rows} == {
-        **dict.fromkeys(SHAPES, 'parameters'),
-        'batch_stats/mean': 'other',
-    }
-    placed = shard_module(variables, ShardingPlan(ENTRIES), MESH)
-    assert placed['batch_stats']['mean'].sharding.is_fully_replicated
 
 
 def test_paths_of_linen_variables_may_begin_with_params():

@@ -73,18 +73,6 @@ def test_logical_axes_need_names():
         made('arrays alone').as_logical_axes()
 
 
-@pytest.mark.parametrize('way', ['collections', 'frozen collections', 'boxes', 'boxes alone'])
-def test_mesh_axes_are_a_tree_like_the_state(partitioner, way):
-    state = made(way)
-    axes = partitioner.get_mesh_axes(state)
-    assert jax.tree.structure(axes) == jax.tree.structure(unbox(state))
-    assert jax.tree.structure(partitioner.plan(state).shardings) == jax.tree.structure(axes)
-    specs = [P('data', 'model'), P('model')]
-    assert jax.tree.leaves(axes.params) == specs
-    assert jax.tree.leaves(axes.opt_state[0].mu) == specs
-    assert axes.step == P()
-
-
 # Updated.
 
 

@@ -37,6 +37,7 @@ def test_A9_load_balancing():
         'emb': ('A',), 'w1': ('B',), 'b1': ('B',), 'w2': ('B',), 'b2': ('B',)
     }  # fmt: skip
     assert strategy.loads == {'A': 640000, 'B': 1156}
+    assert strategy.balance == (640_000 + 1156) / 2 / 640_000
     strategy = PSLoadBalancing().build(MODEL, ['A', 'B', 'C'])
     assert strategy.placements == {
         'emb': ('A',), 'w1': ('B',), 'b1': ('C',), 'w2': ('C',), 'b2': ('C',)

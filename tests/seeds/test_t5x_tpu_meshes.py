@@ -230,20 +230,6 @@ def test_E5_one_tray_of_a_newer_kind_has_shorter_rings(kind, bounds, num_partiti
     assert (saved >= 0).all() and saved.any()
 
 
-@pytest.mark.parametrize(
-    'num_partitions, expected',
-    [
-        (1, [[0], [1], [3], [2], [6], [7], [5], [4]]),
-        (2, [[0, 1], [3, 2], [6, 7], [5, 4]]),
-        (4, [[0, 1, 3, 2], [6, 7, 5, 4]]),
-        (8, [[0, 1, 3, 2, 6, 7, 5, 4]]),
-    ],
-)
-def test_E5_a_cube_of_v5p(num_partitions, expected):
-    """On every jax, the order is the one of jax 0.11 and later."""
-    assert ids(default_mesh(num_partitions, devices=tpus((2, 2, 2), 'TPU v5'))) == expected
-
-
 def test_E5_eight_partitions_of_a_small_v4():
     """T5X raises an AssertionError: its table has the tile (4, 2, 1, 1), which does not fit."""
     mesh = default_mesh(8, devices=tpus((2, 2, 2), 'TPU v4'))
