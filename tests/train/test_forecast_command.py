@@ -13,7 +13,7 @@ from forecasts_by_hand import GIB, make_forecast
 
 from train.cli import forecasting as command
 from train.planning import machines
-from train.planning.subject import Subject
+from train.planning.forecasts import Subject
 
 pytestmark = pytest.mark.core
 

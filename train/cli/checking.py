@@ -1,4 +1,4 @@
-"""`meshwright check`: what changed in the layouts of a repository's programs."""
+"""`meshwright check` and `radar`: what the code, or a release of jax, changed in your programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from meshwright.checking.settings import CheckSettings
     from meshwright.records.verdicts import Verdict
 
-_DESCRIPTION = """\
+_CHECK = """\
 Compares the programs of a repository with their golden records: layouts,
 donation, constraints, remat, types, exchanges, memory and time. Names, lines,
 comments and order do not count. pyproject.toml declares the programs:
@@ -41,9 +41,7 @@ compiler moved are reported, and are no change, except with --strict.
 
 def check(arguments: Sequence[str], prog: str) -> int:
     """Runs `meshwright check`, and returns its exit status."""
-    parser = OneLineParser(prog, '[NAME ...] [--update] [...]', _DESCRIPTION)
-    parser.add_argument('names', nargs='*', metavar='NAME', help='only these programs')
-    parser.add_argument('--root', metavar='DIR', default='.', help='the folder of pyproject.toml')
+    parser = _make_parser(prog, '[NAME ...] [--update] [...]', _CHECK)
     parser.add_argument(
         '--update', action='store_true', help='write the golden records that changed'
     )
@@ -65,11 +63,31 @@ def check(arguments: Sequence[str], prog: str) -> int:
     )
     parser.add_argument('--jobs', type=int, metavar='N', help='programs at once (2, or 1 per core)')
     parser.add_argument('--out', metavar='DIR', help='write the answer and the page to DIR')
-    parser.add_argument('--json', action='store_true', help='print exact figures as JSON')
     parser.add_argument('--markdown', action='store_true', help='print a comment as Markdown')
-    add_traceback(parser)
     options = parser.parse_args(arguments)
     return run_command(lambda: _check(options), options)
+
+
+def _make_parser(prog: str, usage: str, description: str) -> OneLineParser:
+    parser = OneLineParser(prog, usage, description)
+    parser.add_argument('names', nargs='*', metavar='NAME', help='only these programs')
+    parser.add_argument('--root', metavar='DIR', default='.', help='the folder of pyproject.toml')
+    parser.add_argument('--json', action='store_true', help='print exact figures as JSON')
+    add_traceback(parser)
+    return parser
+
+
+def _find_root(options: argparse.Namespace) -> Path:
+    root = Path(options.root)
+    if not root.is_dir():
+        raise ValueError(f'--root={options.root}: there is no such folder')
+    return root.absolute()
+
+
+def _find_python(options: argparse.Namespace) -> str:
+    if (python := shutil.which(options.python)) is None:
+        raise ValueError(f'--python={options.python}: there is no such program')
+    return os.path.abspath(python)
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -89,16 +107,9 @@ def _check(options: argparse.Namespace) -> int:
         options.update or options.out or options.markdown or options.strict
     ):
         raise ValueError('--history goes with --json, --python and --jobs only')
-    root = Path(options.root)
-    if not root.is_dir():
-        raise ValueError(f'--root={options.root}: there is no such folder')
-    if options.python and shutil.which(options.python) is None:
-        raise ValueError(f'--python={options.python}: there is no such program')
-    settings = read_settings(root.absolute(), options.names)
-    python = shutil.which(options.python) if options.python else ''
-    run = CheckRun(
-        python=os.path.abspath(python) if python else '', jobs=jobs, progress=_show_progress
-    )
+    root, python = _find_root(options), _find_python(options) if options.python else ''
+    settings = read_settings(root, options.names)
+    run = CheckRun(python=python, jobs=jobs, progress=_show_progress)
     if options.history is not None:
         return _history(settings, run, options)
     if options.update:
@@ -150,3 +161,97 @@ def _answer(options: argparse.Namespace, verdicts: Sequence[Verdict], page: str 
     if options.markdown:
         return check_markdown(verdicts, page or '').rstrip('\n')
     return check_text(verdicts, terminal_width())
+
+
+_RADAR = """\
+Compiles the programs that pyproject.toml declares for `meshwright check` with
+several releases of jax, each in an environment of its own, and says what each
+release changed: exchanges, peak, time and layouts, with the line of the
+program, whether jax or its compiler changed it, and what the release notes
+say of it.
+
+  {prog}                                      all releases of jax that exist
+  {prog} --versions=jax==0.10.2,jax==0.11.2   these two
+  {prog} --versions=jax==0.11.2+flax==0.12.8,jax==0.11.2+flax==0.12.12
+  {prog} --page=radar.md                      also writes a page
+
+Environments and records are kept, so that a run that was stopped continues.
+What the programs need is declared, too:
+
+  [tool.meshwright.radar]
+  requirements = ["flax", "optax"]
+  path = ["src"]
+
+The exit status is 0, or 2 if a program works with none of the releases.
+"""
+
+
+def radar(arguments: Sequence[str], prog: str) -> int:
+    """Runs `meshwright radar`, and returns its exit status."""
+    parser = _make_parser(prog, '[NAME ...] [--versions=...] [...]', _RADAR)
+    parser.add_argument(
+        '--versions',
+        metavar='LIST',
+        default='',
+        help='releases with commas between them; a release is jax==0.10.2, or several packages '
+        'with + between them',
+    )
+    parser.add_argument(
+        '--python',
+        metavar='PATH',
+        default=sys.executable,
+        help='the Python of the environments (this one); newer releases of jax need newer ones',
+    )
+    parser.add_argument(
+        '--cache', metavar='DIR', default='', help='where environments and records are kept'
+    )
+    parser.add_argument(
+        '--limit', type=float, metavar='S', default=900, help='seconds for one program (900)'
+    )
+    parser.add_argument(
+        '--notes', metavar='FILE', default='', help="a change log, such as jax's CHANGELOG.md"
+    )
+    parser.add_argument('--page', metavar='FILE', default='', help='write the tables as Markdown')
+    options = parser.parse_args(arguments)
+    return run_command(lambda: _radar(options), options)
+
+
+def _radar(options: argparse.Namespace) -> int:
+    from meshwright.checking.radar.command import RadarRun, run_radar
+    from meshwright.checking.radar.document import radar_document
+    from meshwright.checking.radar.drawing import radar_text
+    from meshwright.checking.radar.notes import known_notes, read_notes
+    from meshwright.checking.radar.page import write_radar
+    from meshwright.checking.radar.settings import default_cache, read_radar
+    from meshwright.report.terminal import terminal_width
+
+    root, python = _find_root(options), _find_python(options)
+    if not options.limit > 0:
+        raise ValueError(f'--limit={options.limit:g} must be a number of seconds above 0')
+    notes = known_notes() + (read_notes(Path(options.notes)) if options.notes else ())
+    settings = read_radar(root, tuple(options.names))
+    cache = Path(options.cache) if options.cache else default_cache()
+    found = run_radar(
+        settings,
+        RadarRun(
+            python=python,
+            cache=cache.absolute(),
+            versions=options.versions,
+            limit=options.limit,
+            progress=_show_stage,
+        ),
+    )
+    if options.page:
+        write_radar(found, notes, Path(options.page))
+    if options.json:
+        print(json.dumps(radar_document(found, notes)))
+    else:
+        print(radar_text(found, notes, terminal_width()))
+    columns = [found.first, *(step.programs for step in found.steps)]
+    works = {p.name for column in columns for p in column if p.after is not None}
+    return 0 if len(works) == len(settings.programs) else 2
+
+
+def _show_stage(text: str) -> None:
+    """Shows what happens, because a run takes long; a pipe gets it, too, on stderr."""
+    print(text, file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ COMMANDS = {
         'pretrain --topology=v5e:4x4',
     ),
     'dry': (
-        'dry.run_dry',
+        'forwarded.run_dry',
         'run an untouched script as if a machine were there',
         'v5e:4x4 -- python train.py',
     ),
@@ -31,12 +31,12 @@ COMMANDS = {
         '--out=check',
     ),
     'radar': (
-        'releases.radar',
+        'checking.radar',
         'say what releases of jax change in your programs',
         '--versions=jax==0.10.2,jax==0.11.2',
     ),
     'explain': (
-        'explaining.explain_dump',
+        'forwarded.explain_dump',
         'say what a dump of XLA tells about a program',
         'dump --mesh=data=4,model=2',
     ),
@@ -67,12 +67,12 @@ COMMANDS = {
         'pretrain',
     ),
     'mesh': (
-        'layouts.show_mesh',
+        'forwarded.show_mesh',
         'draw the mesh of this machine, or of any other',
         '--topology=v5p:4x4x4 --mesh=data=-1,model=8',
     ),
     'plan': (
-        'layouts.show_plan',
+        'forwarded.show_plan',
         'show the layout of every array of a run, or compare two',
         'diff runs/before runs/after',
     ),

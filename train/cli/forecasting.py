@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from etils import epath
 
     from meshwright.report.forecasts import Forecast
+    from train.planning.forecasts import Subject
     from train.planning.machines import Machine
-    from train.planning.subject import Subject
 
 _DESCRIPTION = """\
 Says whether the train step of a run fits into the memory of machines that you do not have, what its
@@ -217,9 +217,8 @@ def _forecast_all(
     from train.errors import ConfigError
     from train.gin.load import find_config
     from train.planning.changes import keep_helpful, list_changes
-    from train.planning.forecasts import forecast_step, plan_on
+    from train.planning.forecasts import describe_subject, forecast_step, plan_on
     from train.planning.machines import NotInstalledError
-    from train.planning.subject import describe_subject
 
     try:
         planned = [plan_on(machine, find_config) for machine in machines]

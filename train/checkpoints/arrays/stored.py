@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -14,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from train.checkpoints.arrays.on_s3 import in_s3
 from train.errors import ConfigError
 from train.paths import is_remote
 
@@ -235,6 +235,26 @@ def open_stores(
         n: in_store(s, partial(check, n, s), read_file and partial(read_file, n, s))
         for n, s in stores.items()
     }
+
+
+def in_s3(description: Any) -> Any:
+    """A description for TensorStore in which each part in `gs://` is in S3 instead."""
+    if isinstance(description, str) and description.startswith('gs://'):
+        bucket, _, path = description.removeprefix('gs://').partition('/')
+        description = {'driver': 'gcs', 'bucket': bucket, 'path': path}
+    if not isinstance(description, dict):
+        return description
+    description = {key: in_s3(value) for key, value in description.items()}
+    if not str(description.get('driver')).startswith('gcs'):
+        return description
+    # Settings of the environment that boto3 and s3fs obey and TensorStore does not.
+    given = os.environ
+    if endpoint := given.get('AWS_ENDPOINT_URL_S3') or given.get('AWS_ENDPOINT_URL'):
+        region = given.get('AWS_REGION') or given.get('AWS_DEFAULT_REGION') or 'us-east-1'
+        description |= {'endpoint': endpoint, 'aws_region': region}
+    if 'AWS_ACCESS_KEY_ID' in given:  # Otherwise it also looks for files, and logs if they miss.
+        description['aws_credentials'] = {'type': 'environment'}
+    return {**description, 'driver': 's3'}
 
 
 def kvstore_of(folder: epath.Path) -> dict[str, Any]:

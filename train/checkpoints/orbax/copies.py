@@ -14,9 +14,8 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from train.checkpoints.arrays.on_s3 import support_s3
 from train.checkpoints.arrays.stored import StoredArray, chunk_shape, grid, split
-from train.checkpoints.orbax.writer import Texts, TextsHandler
+from train.checkpoints.orbax.writer import Texts, TextsHandler, support_s3
 from train.paths import is_remote
 
 # The largest chunk of a written array, and the values that are read but not yet written.

@@ -23,8 +23,9 @@ from absl import logging
 from etils import epath
 
 from partitioning.state import path_str
-from train.checkpoints.arrays.on_s3 import support_s3
+from train.checkpoints.arrays.stored import in_s3
 from train.checkpoints.steps.record import TEMPORARY
+from train.errors import ConfigError
 from train.paths import is_remote
 from train.processes.activity import wait_for_devices, waiting
 
@@ -103,6 +104,35 @@ def _print_failures_once() -> None:
             print_unraisable(error)
 
     sys.unraisablehook = unraisablehook
+
+
+@functools.cache
+def support_s3() -> None:
+    """Lets Orbax keep the arrays of checkpoints in S3, in this process, once.
+
+    Orbax describes the place of arrays to TensorStore in one function, which knows local folders
+    and `gs://` only, and has no setting for others (https://github.com/google/orbax/issues/359 and
+    872). TensorStore has a driver for S3. Here, a path in S3 is described as if it were in `gs://`,
+    and the driver of the description is replaced. Raises a ConfigError without this function.
+    """
+    try:
+        from orbax.checkpoint._src.serialization import tensorstore_utils
+
+        describe = tensorstore_utils.build_kvstore_tspec
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            'the installed orbax-checkpoint cannot save arrays to s3://: use version 0.12, or keep '
+            'checkpoints in a local or mounted folder or in gs://'
+        ) from error
+
+    @functools.wraps(describe)
+    def describe_all(directory: str, *args: Any, **kwargs: Any) -> Any:
+        scheme, _, place = directory.partition(':')
+        if scheme != 's3':
+            return describe(directory, *args, **kwargs)
+        return in_s3(describe('gs://' + place.lstrip('/'), *args, **kwargs))
+
+    tensorstore_utils.build_kvstore_tspec = describe_all
 
 
 def _folder_per_array() -> ocp.PyTreeCheckpointHandler:
