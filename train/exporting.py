@@ -124,7 +124,6 @@ class Program:
 
     Attributes:
       exported: the function (parameters, batch) -> outputs.
-      params: its parameters.
       description: what `export_program` has returned.
     """
 
@@ -155,7 +154,6 @@ def load_program(folder: str | epath.Path, sharding: Any = None) -> Program:
     """Reads a program that `export_program` has written.
 
     Args:
-      folder: its folder.
       sharding: where the parameters go: a jax Sharding for all of them, or one for each name. By
         default, the first device of this process.
 

@@ -154,7 +154,6 @@ class Search(Protocol):
         """Decodes each row of a batch.
 
         Args:
-          tokens_to_logits: the model.
           cache: the cache of `batch` rows.
           prompts_BT: int32 [batch, length]. Place i is the input of the model that predicts the
             token i + 1, and 0 where it is not given. `length` is the number of tokens to decode,

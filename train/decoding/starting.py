@@ -38,7 +38,6 @@ class Start:
 
     Attributes:
       make_step: the function num_decodes -> the model's decoding step.
-      cache: the cache of the batch.
       cache_axes: the row dimension of each array of the cache; see `find_row_axes`.
       prompts_BT, start_index_B: see `Search`.
       finish: takes the decoded tokens [batch, num_decodes, length] to those to return.
@@ -275,7 +274,6 @@ def predict(
 
     Args:
       objective: an objective with a method `start_decoding`, such as `EncoderDecoder`.
-      params: its parameters.
       batch: the arrays of the batch. Only the inputs count, and the length of the targets.
       rng: the random key of sampling. None uses seed 0.
       decode_fn: the search: `sample` or `beam_search`, with settings of `functools.partial`. By

@@ -152,7 +152,6 @@ def iterate_outputs(
 
     Args:
       infer: the function (params, variables, batch, key) -> outputs of the rows of a batch.
-      num_rows: the number of rows in all batches.
     """
     if first >= len(batches):
         return

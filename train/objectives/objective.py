@@ -67,7 +67,6 @@ class Objective(abc.ABC):
         """Creates the variables, for example `{'params': ..., 'batch_stats': ...}`.
 
         Args:
-          key: the random key.
           batch: a batch of zeros, with the shapes and dtypes of the training batches.
 
         Returns:
@@ -82,7 +81,6 @@ class Objective(abc.ABC):
         """Computes the loss of a batch.
 
         Args:
-          params: the parameters.
           batch: the arrays of the batch, each [batch, ...]. In evaluations, 'row_weights' [batch]
             is 0 for the rows that fill up the last batch, and 1 for all others.
           rng: the random key of the step, for example for dropout. None evaluates the model.

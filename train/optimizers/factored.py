@@ -122,7 +122,6 @@ def make_adafactor(
 
     Args:
       learning_rate: a schedule (step -> rate) or a constant.
-      settings: see `AdafactorSettings`.
       factoring: how a parameter is factored, given its path, such as 'decoder/mlp/wi/kernel', and
         its shape.
       is_scaled: whether the updates of the parameter at a path are multiplied by its root mean

@@ -29,7 +29,6 @@ class Placement:
       length: the axes of the length of the hidden states.
       hidden: the axes of the width of the hidden states, which are also axes of the vocabulary.
       embed: the axes of the rows of the weights, which are also axes of the tokens.
-      vocab: the axes of the vocabulary.
       vocab_shards: the number of parts of the vocabulary.
     """
 

@@ -39,7 +39,6 @@ class Owner:
       machine: differs between boots of a host and between containers, where the same number can
         be another process.
       born: when the process began, in the units of its machine. None if that is unknown.
-      command: the command that it runs.
     """
 
     host: str

@@ -40,7 +40,6 @@ class TokenIndex:
       training: the documents to train on: a `Stream`, or `Pairs` if examples have several texts.
       held_out: the documents that are held out for evaluation, in the same form.
       content_hash: a hash of the documents' bytes in order, and of which documents are held out.
-      directory: the directory of the index.
       keep: an object that must live as long as the index, such as a temporary directory.
     """
 

@@ -85,7 +85,6 @@ def apply_experts(
     Args:
       x_NM: the tokens, sharded like a batch.
       experts_NK: the experts of each token; the number of experts or more for none.
-      weights_NK: the weights of their outputs.
       mlps: the experts, sharded over the logical axes 'expert' and 'expert_mlp'.
       decode: whether tokens that their mesh axes do not divide are replicated.
     """

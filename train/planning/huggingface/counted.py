@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from meshwright.report.forecasts import is_close
 from train.checkpoints.huggingface.config_json import ConfigJson
@@ -31,7 +32,6 @@ class CountedModel:
       has: the layers that the models here do not have, for people.
       num_layers, width, vocab: its sizes.
       max_length: the longest text that it was made for, in tokens, or None.
-      num_parameters: the number of its parameters.
       active_parameters: those that a token is multiplied by, with the output layer.
       gathered: the parameters of its largest layer, without experts that tokens choose.
       widest: the elements of a token inside of a layer at a time.
@@ -141,6 +141,19 @@ def _sizes(c: ConfigJson) -> tuple[int, int, int]:
     return c.need('hidden_size'), c.need('num_hidden_layers'), c.need('num_attention_heads')
 
 
+def _counted(c: ConfigJson, has: str, **counts: Any) -> CountedModel:
+    """A model with the sizes that every file has, and what was counted."""
+    return CountedModel(
+        kind=c.need('model_type'),
+        has=has,
+        num_layers=c.need('num_hidden_layers'),
+        width=c.need('hidden_size'),
+        vocab=c.need('vocab_size'),
+        max_length=c.get('max_position_embeddings'),
+        **counts,
+    )
+
+
 def _latent(c: ConfigJson) -> CountedModel:
     """DeepSeek V2 and V3: latent attention, first dense layers, then experts and shared ones."""
     d, layers, heads = _sizes(c)
@@ -160,13 +173,9 @@ def _latent(c: ConfigJson) -> CountedModel:
     bias = routed if c.get('topk_method') == 'noaux_tc' else 0
     always = layers * matrices + first * dense + rest * (router + shared * expert)
     whole = embedding + layers * (attention - matrices + 2 * d) + d + rest * bias + always
-    return CountedModel(
-        kind=c.need('model_type'),
-        has='latent attention and experts that all tokens share',
-        num_layers=layers,
-        width=d,
-        vocab=c.need('vocab_size'),
-        max_length=c.get('max_position_embeddings'),
+    return _counted(
+        c,
+        'latent attention and experts that all tokens share',
         num_parameters=whole + rest * routed * expert,
         active_parameters=always + rest * chosen * expert + output,
         gathered=attention + max(dense if first else 0, router + shared * expert),
@@ -192,13 +201,9 @@ def _shared(c: ConfigJson) -> CountedModel:
     always = layers * (matrices + router + shared)
     whole = embedding + layers * (biases + 2 * d) + d + always + layers * routed * expert
     inside = chosen * c.need('moe_intermediate_size') + c.need('shared_expert_intermediate_size')
-    return CountedModel(
-        kind=c.need('model_type'),
-        has='an expert that all tokens share',
-        num_layers=layers,
-        width=d,
-        vocab=c.need('vocab_size'),
-        max_length=c.get('max_position_embeddings'),
+    return _counted(
+        c,
+        'an expert that all tokens share',
         num_parameters=whole,
         active_parameters=always + layers * chosen * expert + output,
         gathered=matrices + biases + router + shared,
@@ -218,13 +223,9 @@ def _llama4(c: ConfigJson) -> CountedModel:
     router, (embedding, output) = routed * d, _embeddings(c, tied=False)
     always = layers * matrices + sparse * (router + expert) + (layers - sparse) * dense
     inside = max((chosen + 1) * c.need('intermediate_size'), c.need('intermediate_size_mlp'))
-    return CountedModel(
-        kind=c.need('model_type'),
-        has='an expert that all tokens share',
-        num_layers=layers,
-        width=d,
-        vocab=c.need('vocab_size'),
-        max_length=c.get('max_position_embeddings'),
+    return _counted(
+        c,
+        'an expert that all tokens share',
         num_parameters=embedding + layers * 2 * d + d + always + sparse * routed * expert,
         active_parameters=always + sparse * chosen * expert + output,
         gathered=matrices + max(router + expert, dense if sparse < layers else 0),
@@ -259,13 +260,9 @@ def _with_states(
     c: ConfigJson, layers: int, d: int, inner: int, state: int, matrices: int, others: int
 ) -> CountedModel:
     embedding, output = _embeddings(c, tied=True)
-    return CountedModel(
-        kind=c.need('model_type'),
-        has='state-space layers',
-        num_layers=layers,
-        width=d,
-        vocab=c.need('vocab_size'),
-        max_length=None,
+    return _counted(
+        c,
+        'state-space layers',
         num_parameters=embedding + layers * (matrices + others) + d,
         active_parameters=layers * matrices + output,
         gathered=matrices + others,
