@@ -648,8 +648,12 @@ def trace_again(
         donate_argnums=[i for i, donated in enumerate(call.donated) if donated],
         **call.settings,
     )
-    avals = call.jaxpr.in_avals
-    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+    structs = [
+        jax.ShapeDtypeStruct(
+            a.shape, a.dtype, weak_type=a.weak_type, sharding=change(s) if a.sharding.spec else None
+        )
+        for a, s in zip(call.jaxpr.in_avals, call.arguments, strict=True)
+    ]
     return dataclasses.replace(
         read_trace(jitted.trace(*structs)),
         argument_names=call.argument_names,

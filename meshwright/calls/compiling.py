@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from meshwright.calls.moved_jaxpr import in_place_of_callers
 from meshwright.jax_private import TracedCall
 from partitioning.hardware import OptionValue, check_options
 from partitioning.hardware.compilers import OutOfMemoryError, own_compiler_errors
@@ -98,7 +99,8 @@ def compile_traced(
     checked: Any = check_options(options)
     compiled, exceeded, started = None, None, (time.perf_counter(), time.process_time())
     with read_compiler_log() as found, _without_cache():
-        lowered = program.traced.lower()
+        with in_place_of_callers(mesh):
+            lowered = program.traced.lower()
         try:
             with own_compiler_errors(name, mesh):
                 compiled = lowered.compile(compiler_options=checked)

@@ -12,6 +12,7 @@ part whose shape depends on the sizes of the axes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -107,6 +108,17 @@ class Move:
             sharding=self.sharding(getattr(aval, 'sharding', None)),
             weak_type=getattr(aval, 'weak_type', False),
         )
+
+
+def in_place_of_callers(mesh: Any) -> contextlib.AbstractContextManager[Any]:
+    """Sets a mesh inside, if the caller has set another one with the same axes by `jax.set_mesh`.
+
+    jax compiles a program only for the devices of the mesh that was set while it was traced.
+    """
+    callers = jax.sharding.get_mesh()
+    if callers.axis_names != mesh.axis_names or callers.empty or not isinstance(mesh, Mesh):
+        return contextlib.nullcontext()
+    return jax.set_mesh(mesh)
 
 
 def check_sizes(equation: Any, mesh: Mesh) -> None:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from meshwright.calls.abstract_modules import structs_as_arrays
 from meshwright.calls.held import ON_HOST, ArgumentRole, HeldArray, named_role, row_of_array
 from meshwright.calls.keras_models import state_paths
-from meshwright.calls.moved_jaxpr import Move
+from meshwright.calls.moved_jaxpr import Move, in_place_of_callers
 from meshwright.calls.roles import find_roles
 from meshwright.jax_private import TracedCall, read_trace, trace_again, trace_while
 from partitioning.rules import LogicalAxisRules, MeshLike, as_tuple, spec_str
@@ -117,7 +117,8 @@ class PlainCall:
     def _moved(self) -> TracedCall:
         assert self.moved_to is not None
         move = Move(self.moved_to)
-        return trace_again(self._traced, move.function(self._traced.jaxpr), move.placed)
+        with in_place_of_callers(self.moved_to):
+            return trace_again(self._traced, move.function(self._traced.jaxpr), move.placed)
 
     def held(self, traced: TracedCall) -> tuple[HeldArray, ...]:
         """The arrays of the arguments."""

@@ -111,6 +111,35 @@ def test_arguments_on_a_mesh_without_devices(axis_type):
         forecast(jax.jit(step), *args)
 
 
+@pytest.mark.parametrize('sizes', [(4, 2), (2, 2)])
+def test_a_function_of_explicit_types_moves_while_its_own_mesh_is_set(sizes):
+    """Its arguments keep the types that its products and updates need, and its mesh is replaced."""
+    spec = PartitionSpec('data', None, 'model')
+
+    def extend(cache, x, weights):
+        new = jnp.einsum('bsd,dh->bsh', x, weights, out_sharding=spec)
+        return jax.lax.dynamic_update_slice(cache, new, (0, 0, 0))
+
+    def place(mesh):
+        def struct(shape, *spec):
+            sharding = NamedSharding(mesh, PartitionSpec(*spec))
+            return jax.ShapeDtypeStruct(shape, 'float32', sharding=sharding)
+
+        cache = struct((ROWS, 8, HIDDEN), *spec)
+        return cache, struct((ROWS, 4, WIDTH), 'data'), struct((WIDTH, HIDDEN), 'data', 'model')
+
+    step = jax.jit(extend, donate_argnums=0)
+    own, there = (make_mesh(*n, AxisType.Explicit) for n in (sizes, (2, 4)))
+    with jax.set_mesh(own):
+        made = forecast(
+            step, *place(own), topology='v5e:2x4', axes={'data': 2, 'model': 4}, on_cpu=True
+        )
+    with jax.set_mesh(there):
+        peak, sent = by_hand(step, place(there), there)
+    assert made.memory.peak == peak
+    assert sorted(sent_by(made).values()) == sorted(sent.values()) != []
+
+
 class Net(nnx.Module):
     def __init__(self, rngs):
         self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
