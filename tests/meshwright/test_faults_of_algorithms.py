@@ -1,0 +1,132 @@
+"""Programs that compute in the wrong order: the first change says what to write, and what it saves.
+
+Each is compiled with the fault and with the mend, and the promise is what the mended one sends.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from plain_steps import line_of
+
+from meshwright import forecast
+
+AXES, TURN = ('data', 'part'), [(i, (i + 1) % 4) for i in range(4)]
+
+
+@functools.cache
+def make_mesh():
+    return Mesh(np.reshape(jax.devices(), (2, 4)), AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def lay(x, *spec):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(make_mesh(), P(*spec)))
+
+
+def struct(shape, *spec, dtype='float32'):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(make_mesh(), P(*spec)))
+
+
+def shard_map(function, *specs):
+    """A shard_map whose results are laid out as its first argument."""
+    return jax.shard_map(function, mesh=make_mesh(), in_specs=specs, out_specs=specs[0])
+
+
+def of_codes(layer):
+    """A stack of layers on rows, with weights of one byte and a scale for each column."""
+
+    def step(codes, scales, x):
+        return jax.lax.scan(lambda x, w: (lay(layer(x, *w), AXES), None), x, (codes, scales))[0]
+
+    return jax.jit(step)
+
+
+def wide(x, codes, scale):
+    return jnp.tanh(x @ lay(codes.astype(jnp.float32) * (scale / 127)))
+
+
+def narrow(x, codes, scale):
+    return jnp.tanh(x @ (lay(codes).astype(jnp.float32) * (scale / 127)))
+
+
+def attend(q, k, out):
+    return out + jnp.einsum('bqhd,bkhd->bqhd', q, jnp.repeat(k, q.shape[2] // k.shape[2], 2))
+
+
+def go_round(q, k, out):
+    def hop(carry, _):
+        k, out = carry
+        out = attend(q, k, out)
+        return (jax.lax.ppermute(k, 'part', TURN), out), None
+
+    return jax.lax.scan(hop, (k, out), length=3)[0]
+
+
+def repeat_before(q, k):
+    k, out = go_round(q, jnp.repeat(k, 4, axis=2), jnp.zeros_like(q))
+    return attend(q, k, out)
+
+
+def repeat_after(q, k):
+    k, out = go_round(q, k, jnp.zeros_like(q))
+    return attend(q, k, out)
+
+
+def of_heads(ring):
+    """The gradient of a ring over the tokens, with four heads of queries for each of keys."""
+    rows = P('data', 'part')
+
+    def step(wq, wk, x):
+        q, k = (jnp.einsum('btd,dhe->bthe', x, w) for w in (wq, wk))
+        return jnp.mean(shard_map(ring, rows, rows)(q, k) ** 2)
+
+    return jax.jit(jax.grad(step, (0, 1)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A program with a fault, and what is said about it."""
+
+    bad: Callable
+    good: Callable
+    args: tuple
+    line: str
+    text: str
+
+
+CODES = struct((3, 128, 128), None, None, 'part', dtype='int8'), struct((3, 128))
+FAULTS = {
+    'a cast before a gather': Fault(
+        of_codes(wide),
+        of_codes(narrow),
+        (*CODES, struct((64, 128), AXES)),
+        line_of(wide, 'lay('),
+        'constrain int8[128, 128], before it is widened at ',
+    ),
+    'a repeat before a ring': Fault(
+        of_heads(repeat_before),
+        of_heads(repeat_after),
+        (struct((64, 8, 16)), struct((64, 2, 16)), struct((4, 128, 64), 'data', 'part')),
+        line_of(go_round, 'ppermute'),
+        'exchange float32[2, 32, 2, 16] at ',
+    ),
+}
+
+
+def sent(made):
+    return sum(c.total_bytes for c, _ in made.collectives)
+
+
+@pytest.mark.parametrize('kind', FAULTS)
+def test_the_first_change_is_another_order(kind):
+    fault = FAULTS[kind]
+    made, good = (forecast(f, *fault.args, confirm=False) for f in (fault.bad, fault.good))
+    cause = next(cause for _, cause in made.collectives if cause and cause.change)
+    assert cause.source.endswith(fault.line) and fault.text in cause.change
+    assert cause.effect.sent == (sent(made), pytest.approx(sent(good), rel=0.05))
+    assert not any(cause and cause.change for _, cause in good.collectives)
