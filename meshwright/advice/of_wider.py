@@ -13,7 +13,7 @@ concatenations with constants. Only the author can write it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from meshwright.advice.candidates import Match, Told
@@ -55,50 +55,64 @@ class _Cut(NamedTuple):
 
 def find_wider_exchanges(view: FunctionView) -> Iterator[Told]:
     """Finds exchanges of arrays that are computed from smaller ones on each device for itself."""
-    search, seen = _Search(view), set[tuple[str, Axes, tuple[int, ...]]]()
+    search = _Search(view)
+    found: dict[tuple[str, Axes], dict[tuple[int, ...], tuple[Step, _Cut]]] = {}
     for step in view.steps:
         kind, given = KINDS.get(step.name, ''), step.inputs[0] if step.inputs else None
         if given is None or kind not in _MOVING or step.place.is_backward:
             continue
         axes, now = tuple(sorted(exchange_axes(step))), given.shard_bytes(view.sizes)
-        key = line_of(step), axes, given.shape
-        if now < LEAST or key in seen:
-            continue
         cut = search.cut(given, frozenset(axes))
-        if cut.last is not None and cut.nbytes <= _SMALLER * now:
-            seen.add(key)
-            yield from _tell(view, step, cut, cut.last)
+        if now >= LEAST and cut.last is not None and cut.nbytes <= _SMALLER * now:
+            found.setdefault((line_of(step), axes), {}).setdefault(shape_of(given), (step, cut))
+    for (_, axes), group in found.items():
+        yield from _tell(view, axes, group)
 
 
-def _tell(view: FunctionView, step: Step, cut: _Cut, last: Step) -> Iterator[Told]:
-    """What to write for an exchange, if what it saves is worth it."""
-    given, axes = step.inputs[0], tuple(sorted(exchange_axes(step)))
-    helpers = view.traced.helpers or frozenset()
-    line, widened = (user_line(one.place.lines, helpers) for one in (step, last))
-    match = Match(
-        axes=axes,
-        lines=frozenset([line, line_of(step), widened]),
-        shapes=frozenset([shape_of(given)]),
-        moves=True,
-        also=_Types(frozenset(one.dtype for one in cut.arrays) - {given.dtype}).fits,
-    )
-    now, peak = given.shard_bytes(view.sizes), view.base.peak
-    moved = sum(c.total_bytes for c, e in view.exchanges if match.fits(c, e))
-    saved = (1 - cut.nbytes / now) * moved
+def _tell(
+    view: FunctionView, axes: Axes, group: Mapping[tuple[int, ...], tuple[Step, _Cut]]
+) -> Iterator[Told]:
+    """What to write for the exchanges of a line, by their shapes, if what it saves is worth it."""
+    saved, peak = 0.0, view.base.peak
+    for shape, (step, cut) in group.items():
+        match = _match(view, axes, step, cut, frozenset([shape]))
+        moved = sum(c.total_bytes for c, e in view.exchanges if match.fits(c, e))
+        saved += (1 - cut.nbytes / step.inputs[0].shard_bytes(view.sizes)) * moved
     if saved <= _MUCH * view.sends:
         return
-    small = _name_large(view, cut.arrays)
-    wide = f'{given.dtype}{[*given.shape]}'
+    step, cut = max(group.values(), key=lambda pair: pair[0].inputs[0].shard_bytes(view.sizes))
+    line, widened = _lines(view, step, cut)
+    small, given = _name_large(view, cut.arrays), step.inputs[0]
     given_small = f'{bytes_str(round(cut.nbytes))}{f" of {small}" if small else ""}'
+    more = f', and {len(group) - 1} more' if len(group) > 1 else ''
     yield Told(
-        match=match,
+        match=_match(view, axes, step, cut, frozenset(group)),
         line=line,
         why=(
-            f'{line} exchanges {bytes_str(now)} of {wide} on each device over {over(axes)}, which '
-            f'the device has computed from {given_small} by itself, at {widened}'
+            f'{line} exchanges {bytes_str(given.shard_bytes(view.sizes))} of '
+            f'{given.dtype}{[*given.shape]} on each device over {over(axes)}, which the device has '
+            f'computed from {given_small} by itself, at {widened}{more}'
         ),
         change=CodeChange(source=line, text=_text(step, cut, line, widened, small)),
         effect=Effect(sent=(view.sends, view.sends - saved), peak=(peak, peak)),
+    )
+
+
+def _lines(view: FunctionView, step: Step, cut: _Cut) -> list[str]:
+    """The user's lines of an exchange, and of what widens the array before it."""
+    helpers = view.traced.helpers or frozenset()
+    return [user_line(one.place.lines, helpers) for one in (step, cut.last or step)]
+
+
+def _match(
+    view: FunctionView, axes: Axes, step: Step, cut: _Cut, shapes: frozenset[tuple[int, ...]]
+) -> Match:
+    return Match(
+        axes=axes,
+        lines=frozenset([*_lines(view, step, cut), line_of(step)]),
+        shapes=shapes,
+        moves=True,
+        also=_Types(frozenset(one.dtype for one in cut.arrays) - {step.inputs[0].dtype}).fits,
     )
 
 
