@@ -44,8 +44,6 @@ WAYS = {
     'arrays alone': arrays,
 }
 each_way = pytest.mark.parametrize('way', WAYS)
-# States without boxes, such as those that `PjitPartitioner.init` makes.
-each_unboxed_way = pytest.mark.parametrize('way', ['collections', 'arrays alone'])
 
 
 def made(way, tx=None):

@@ -97,7 +97,7 @@ def readers(opened):
     rows_each=st.integers(1, 3),
     step=st.integers(0, 1000) | st.integers(0, 10**9),
 )
-@settings(max_examples=500, database=None)
+@settings(max_examples=250, database=None)
 def test_a_batch_is_the_same_on_any_mesh(readers, task, seed, number, rows_each, step):
     mesh, axes, num_shards, processes = random_mesh(number)
     batch_size = num_shards * rows_each

@@ -170,14 +170,6 @@ def test_empty_documents_and_an_empty_stream():
     assert len(pack(stream_of([]), 8, SEPARATOR)) == 0
 
 
-def test_the_same_documents_make_the_same_rows():
-    documents = labelled([int(n) for n in np.random.default_rng(1).integers(0, 60, 200)])
-    one, two = (all_rows(pack(stream_of(documents), 32, SEPARATOR)) for _ in range(2))
-    for a, b in zip(one, two, strict=True):
-        for name in a:
-            np.testing.assert_array_equal(a[name], b[name])
-
-
 # How full the rows are.
 
 
@@ -194,14 +186,6 @@ def test_rows_of_source_code_are_nearly_full(python_sources, length):
     used = sum(row['decoder_loss_weights'].sum() for row in rows)
     assert used == sum(len(source) + 1 for source in python_sources)
     assert used / (len(rows) * length) >= 0.95
-
-
-def test_rows_of_short_paragraphs_are_nearly_full(python_sources):
-    paragraphs = [p for source in python_sources for p in source.split(b'\n\n')]
-    paragraphs = [p for p in paragraphs if len(p) < 512]
-    assert len(paragraphs) > 1000
-    rows = pack(stream_of(paragraphs), 512, SEPARATOR)
-    assert sum(len(p) + 1 for p in paragraphs) / (len(rows) * 512) >= 0.95
 
 
 # Rows that are cut from the stream.

@@ -15,7 +15,6 @@ from train.gin.load import find_entry
 
 pytestmark = pytest.mark.core
 
-FACTS = t5x_reference.facts('t5_1_1')
 MODEL = """
 from __gin__ import dynamic_registration
 import __main__ as {script}

@@ -81,17 +81,6 @@ def test_every_setting_that_changes_the_tokens_makes_another_index(tmp_path):
     assert directory(exclude='/c') == seen[-1]
 
 
-@pytest.mark.parametrize(
-    'signature', [{'v': 1}, {'files': ('a', 2)}, ['a', 2], 'version 1', 7], ids=repr
-)
-def test_a_signature_may_be_any_json(tmp_path, signature):
-    sources = [listed(signature=signature) for _ in range(2)]
-    for source in sources:
-        index = open_index(source, ByteTokenizer(), str(tmp_path), quiet)
-        assert index.training.num_bytes == 18
-    assert [len(source.reads) for source in sources] == [1, 0]
-
-
 def test_a_signature_cannot_overwrite_settings_of_the_index(tmp_path, monkeypatch):
     # A source may use these names for its own settings.
     def directory(tokenizer):
