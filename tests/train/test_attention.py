@@ -182,7 +182,7 @@ def context_partitioner(rules=CONTEXT_RULES, **axes):
 CONTEXT_CASES = [
     ('dot', 'gather', {'data': 2, 'context': 4, 'model': 1}, 64, 2, None, None, None, True),
     ('dot', 'gather', {'data': 2, 'context': 2, 'model': 2}, 64, 2, 5.0, 20, True, False),
-    ('dot', 'ring', {'data': 1, 'context': 8, 'model': 1}, 64, 2, None, None, None, True),
+    ('dot', 'ring', {'data': 2, 'context': 4, 'model': 1}, 64, 2, None, None, None, True),
     ('dot', 'ring', {'data': 2, 'context': 2, 'model': 2}, 64, 8, 5.0, 20, True, False),
     ('splash', 'gather', {'data': 4, 'context': 2, 'model': 1}, 512, 2, None, None, None, True),
     ('splash', 'gather', {'data': 2, 'context': 2, 'model': 2}, 512, 4, 5.0, 150, True, False),

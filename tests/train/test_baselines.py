@@ -24,7 +24,7 @@ def test_entropy_of_known_texts():
 
 
 @given(st.binary(min_size=1, max_size=300))
-@settings(max_examples=50)
+@settings(max_examples=20)
 def test_entropy_against_the_formula(text):
     expected = -sum(n / len(text) * math.log2(n / len(text)) for n in Counter(text).values())
     assert compute_baselines(text)['order-0 entropy'] == pytest.approx(expected, abs=1e-9)

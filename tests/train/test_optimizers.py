@@ -290,9 +290,7 @@ optax.contrib.muon.learning_rate = 0.5
     np.testing.assert_allclose(updates['w'], expected['w'], rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    'name', ['muon', 'schedule_free_adamw', 'prodigy', 'dadapt_adamw', 'cocob', 'ademamix']
-)
+@pytest.mark.parametrize('name', ['muon', 'schedule_free_adamw', 'dadapt_adamw', 'cocob'])
 def test_optimizers_of_optax_contrib_work_alone_and_in_the_optimizer(load, name):
     params = {'w': jnp.eye(4)}
     for text in (
