@@ -34,8 +34,7 @@ def list_cases(
 
     A row has one case for its traced program, and one for its compiled program if there is one.
 
-    Args:
-      traced, compiled: the records of both, by the name of the program.
+    The records of both are by the name of the program.
     """
     listed = list_programs()
     cases: list[Case] = []

@@ -29,8 +29,7 @@ def ask_for_text(module: str = 'jit_train_step') -> Path:
 
     Call it before jax runs.
 
-    Returns:
-      The folder that it writes to.
+    The result is the folder that it writes to.
     """
     folder = Path(tempfile.mkdtemp(prefix='early-'))
     flags = f'--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re={module}'
@@ -47,15 +46,9 @@ def compile_until_scheduled(
 ) -> None:
     """Compiles a program until its text is there, and ends this process.
 
-    Args:
-      compile_now: compiles it.
-      folder: the folder of `ask_for_text`.
-      finish: receives the text, and the sizes in bytes of the memory.
-      module: the name of the module.
-      too_large: whether `finish` also receives a program that needs more memory than there is.
-
-    Raises:
-      Exception: the error of the compiler.
+    `folder` is the one of `ask_for_text`. `finish` receives the text, and the sizes in bytes of the
+    memory; with `too_large` also of a program that needs more memory than there is. An error of the
+    compiler is raised.
     """
     failed = threading.Event()
 

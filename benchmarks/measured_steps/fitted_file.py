@@ -27,10 +27,8 @@ _WIDER = 1.5
 def write_fit(fit: Fit, cases: Sequence[Case], left_out: Sequence[Forecasted]) -> None:
     """Writes constants for all chips.
 
-    Args:
-      fit: the constants.
-      cases: the rows that they were fitted on.
-      left_out: forecasts of rows without their families, whose errors give the ranges.
+    `cases` are the rows that they were fitted on. The errors of `left_out`, forecasts of rows
+    without their families, give the ranges.
     """
     traced = collections.Counter(c.chip for c in cases if c.origin == 'jaxpr')
     compiled = collections.Counter(c.chip for c in cases if c.origin == 'compiler')

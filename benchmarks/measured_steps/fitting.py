@@ -92,9 +92,7 @@ class Bias:
 class Fit:
     """Fitted constants.
 
-    Attributes:
-      constants: the constants of each chip.
-      software: the bias of each framework that has one.
+    They are the constants of each chip, and the bias of each framework that has one.
     """
 
     constants: Mapping[str, ChipConstants]
@@ -125,15 +123,9 @@ def fit_constants(
 ) -> tuple[Fit, np.ndarray]:
     """Fits constants by damped Gauss-Newton steps.
 
-    Args:
-      cases: the measured steps.
-      usual: the usual constants of each chip, of which the free ones are fitted.
-      free: the constants to fit.
-      software: the usual bias of each framework that has one; all that is not 0 is fitted.
-      start: what an earlier fit has returned as logarithms, by default 0.
-
-    Returns:
-      The constants, and their logarithms to the usual values.
+    The free constants are fitted around the usual ones of each chip, and so are the biases of
+    frameworks that are not 0. It begins with what an earlier fit has returned as logarithms, by
+    default 0, and returns the constants, and their logarithms to the usual values.
     """
     biases = _list_biases(software)
     spreads = np.array([f.spread for f in free] + [_BIAS_SPREADS[field] for _, field in biases])

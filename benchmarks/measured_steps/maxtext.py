@@ -101,9 +101,7 @@ class Command:
 def command_of(row: MeasuredRow, package: Path) -> Command | str:
     """Returns the command for a row, or in one line why there is none.
 
-    Args:
-      row: a measured step.
-      package: the folder `maxtext` of the package, with its YAML files.
+    `package` is the folder `maxtext` of the package, with its YAML files.
     """
     if not row['framework'].startswith('MaxText'):
         return f'its program is of {row["framework"]}'

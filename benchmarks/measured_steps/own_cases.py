@@ -22,7 +22,7 @@ from partitioning.hardware.topology import split_slices
 from .cases import network_bandwidth_of
 from .own_programs import read_found, read_text
 from .rows import MeasuredRow
-from .scoring import rank_correlation
+from .scoring import rank_correlation, summarize_errors
 
 _GAP = 0.01  # of parameters or FLOPs, from which a program is told as another one
 
@@ -137,39 +137,23 @@ def find_differences(forecast: OwnForecast) -> Iterator[str]:
         yield f'{found["parameters"]:,} parameters in place of {row.params_total:,}'
 
 
-def score_own(
-    forecasts: Sequence[OwnForecast], origin: str
-) -> tuple[int, dict[str, float | None]] | None:
-    """The errors of the forecasts of an origin.
-
-    Returns:
-      The number of rows, and their mean, median and worst error, the bias, the mean error of the
-      naive forecast, the rank correlation, and the share that is inside of the range; None if there
-      are no rows.
-    """
+def score_own(forecasts: Sequence[OwnForecast], origin: str) -> dict[str, Any] | None:
+    """The errors of the forecasts of an origin, as `Score` has them; None if there are no rows."""
     pairs = [(f, time) for f in forecasts if (time := f.time_by(origin)) is not None]
     if not pairs:
         return None
     measured = [f.row.step_seconds for f, _ in pairs]
     errors = [time.seconds / s - 1 for (_, time), s in zip(pairs, measured, strict=True)]
-    naive = [abs(f.naive / s - 1) for (f, _), s in zip(pairs, measured, strict=True)]
-    return len(pairs), {
-        'mean': statistics.fmean(map(abs, errors)),
-        'median': statistics.median(map(abs, errors)),
-        'worst': max(map(abs, errors)),
-        'bias': statistics.fmean(errors),
-        'naive': statistics.fmean(naive),
-        'inside': statistics.fmean(
-            t.low <= s <= t.high for (_, t), s in zip(pairs, measured, strict=True)
-        ),
-        'rank': rank_correlation([time.seconds for _, time in pairs], measured),
-    }
+    naive = [f.naive / s - 1 for (f, _), s in zip(pairs, measured, strict=True)]
+    within = [t.low <= s <= t.high for (_, t), s in zip(pairs, measured, strict=True)]
+    rank = rank_correlation([time.seconds for _, time in pairs], measured)
+    return summarize_errors(errors, naive, within) | {'rank': rank}
 
 
 # The table of the forecasts.
 
 _ORIGINS = {'jaxpr': 'by formula', 'compiler': 'of compiled programs'}
-_COLUMNS = ('mean', 'median', 'worst', 'bias', 'naive', 'inside')
+_COLUMNS = ('mean', 'median', 'worst', 'bias', 'naive', 'within')
 
 
 def print_own(forecasts: Sequence[OwnForecast], reasons: Mapping[str, str]) -> None:
@@ -220,13 +204,12 @@ def _print_scores(
     heads = ''.join(f'{name:>8}' for name in _COLUMNS)
     print(f'  {"":16} {"rows":>4}{heads} {"rank":>6}')
     for name in (*sorted({kind(f) for f in forecasts}), 'all'):
-        scored = score_own([f for f in forecasts if name in (kind(f), 'all')], origin)
-        if scored is None:
+        found = score_own([f for f in forecasts if name in (kind(f), 'all')], origin)
+        if found is None:
             continue
-        rows, found = scored
         cells = ''.join(f'{found[column]:8.1%}' for column in _COLUMNS)
         rank = '' if found['rank'] is None else f'{found["rank"]:.3f}'
-        print(f'  {name:16} {rows:4}{cells} {rank:>6}')
+        print(f'  {name:16} {found["rows"]:4}{cells} {rank:>6}')
 
 
 def _unfit(forecasts: Sequence[OwnForecast]) -> Iterator[tuple[str, str]]:

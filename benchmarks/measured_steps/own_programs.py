@@ -77,10 +77,7 @@ class Programs:
 def run_campaign(rows: Iterable[MeasuredRow], programs: Programs, again: bool = False) -> None:
     """Dry-runs the programs that the store does not have.
 
-    Args:
-      rows: the measured rows.
-      programs: where their code is.
-      again: whether to try programs again that have failed before.
+    `again` also runs programs that have failed before.
     """
     STORE.mkdir(parents=True, exist_ok=True)
     for row in rows:

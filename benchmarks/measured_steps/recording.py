@@ -61,14 +61,9 @@ _PACKAGES = ('jax', 'jaxlib', 'libtpu', 'jax-cuda13-plugin', 'flax')
 def record_script(topology: str, path: Path, arguments: Sequence[str], mode: Mode) -> str:
     """Dry-runs a script, and stores the record of its largest training step.
 
-    Args:
-      topology: the machine, such as '2xv6e:16x16'.
-      path: the files to write, without their ending.
-      arguments: '--', and the command of the script.
-      mode: 'early' and 'traced' end this process at the first training step.
-
-    Returns:
-      Why there is no record, in one line; '' if there is one.
+    The arguments are '--' and the command of the script, and the path of the files to write has no
+    ending. The modes 'early' and 'traced' end this process at the first training step. The result
+    says in one line why there is no record; it is '' if there is one.
     """
     # The flags were tried by the campaign.
     _, script = check([topology, *arguments], 'recording')

@@ -12,6 +12,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import scipy.stats
@@ -126,7 +127,6 @@ def score(forecasts: Iterable[Forecasted], everything: Sequence[Forecasted]) -> 
     found = list(forecasts)
     if not found:
         return None
-    errors = [abs(f.error) for f in found]
     current = [f for f in found if not f.case.superseded]
     ranges = {
         (f.case.family, f.case.chip): range_of(
@@ -137,18 +137,26 @@ def score(forecasts: Iterable[Forecasted], everything: Sequence[Forecasted]) -> 
     within = [
         abs(math.log1p(f.error)) <= math.log1p(ranges[f.case.family, f.case.chip]) for f in found
     ]
+    errors, naive = [f.error for f in found], [f.naive_error for f in found]
     rank = rank_correlation([f.seconds for f in current], [f.case.seconds for f in current])
-    return Score(
-        rows=len(found),
-        families=len({f.case.family for f in found}),
-        mean=statistics.fmean(errors),
-        median=statistics.median(errors),
-        worst=max(errors),
-        bias=statistics.fmean(f.error for f in found),
-        naive=statistics.fmean(abs(f.naive_error) for f in found),
-        within=statistics.fmean(within),
-        rank=rank,
-    )
+    families = len({f.case.family for f in found})
+    return Score(families=families, rank=rank, **summarize_errors(errors, naive, within))
+
+
+def summarize_errors(
+    errors: Sequence[float], naive: Sequence[float], within: Sequence[bool]
+) -> dict[str, Any]:
+    """The figures of relative errors, and of naive forecasts, by the attributes of `Score`."""
+    sizes = [abs(error) for error in errors]
+    return {
+        'rows': len(errors),
+        'mean': statistics.fmean(sizes),
+        'median': statistics.median(sizes),
+        'worst': max(sizes),
+        'bias': statistics.fmean(errors),
+        'naive': statistics.fmean(map(abs, naive)),
+        'within': statistics.fmean(within),
+    }
 
 
 def range_of(chip: str, platform: str, left_out: Iterable[Forecasted], without: str = '') -> float:

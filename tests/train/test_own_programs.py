@@ -223,11 +223,11 @@ def forecast_of(name, ratio, peak=2**30):
 def test_scores_of_forecasts():
     """Errors of +10% and -5%: the mean is 7.5%, the bias +2.5%, and one of two is in its range."""
     forecasts = [forecast_of('v6e-8-llama3.1-8b', 1.1), forecast_of('v6e-8-mistral-7b', 0.95)]
-    rows, found = score_own(forecasts, 'jaxpr')
-    assert rows == 2 and score_own(forecasts, 'compiler') is None
+    found = score_own(forecasts, 'jaxpr')
+    assert found['rows'] == 2 and score_own(forecasts, 'compiler') is None
     expected = {'mean': 0.075, 'median': 0.075, 'worst': 0.1, 'bias': 0.025, 'naive': 0.5}
     assert {name: found[name] for name in expected} == pytest.approx(expected)
-    assert found['inside'] == 0.5 and found['rank'] is None
+    assert found['within'] == 0.5 and found['rank'] is None
 
 
 def test_the_naive_forecast_has_the_median_mfu_of_other_rows():
