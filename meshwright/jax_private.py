@@ -654,12 +654,21 @@ def trace_again(
         )
         for a, s in zip(call.jaxpr.in_avals, call.arguments, strict=True)
     ]
+    moved = read_trace(jitted.trace(*structs))
     return dataclasses.replace(
-        read_trace(jitted.trace(*structs)),
+        moved,
+        jaxpr=_with_origin(moved.jaxpr, call.jaxpr),
         argument_names=call.argument_names,
         result_names=call.result_names,
         uncommitted=call.uncommitted,
     )
+
+
+def _with_origin(jaxpr: Any, other: Any) -> Any:
+    """A trace that says that it is of the function of another trace, with its line and names."""
+    opened, origin = getattr(jaxpr, 'jaxpr', jaxpr), getattr(other, 'jaxpr', other).debug_info
+    traced = opened.replace(debug_info=origin)
+    return traced if opened is jaxpr else jaxpr.replace(jaxpr=traced)
 
 
 def trace_while(lower: Callable[[], Any]) -> TracedCall:

@@ -140,6 +140,24 @@ def test_a_function_of_explicit_types_moves_while_its_own_mesh_is_set(sizes):
     assert sorted(sent_by(made).values()) == sorted(sent.values()) != []
 
 
+def test_a_moved_function_keeps_its_line_and_names():
+    """What a finding says of it is what it says of the function where it was made."""
+
+    def undonated(params, x):
+        return jax.tree.map(lambda p: p - x.sum(), params)
+
+    params, batch = make_args(make_mesh(2, 4))
+    args = jax.jit(undonated), params, batch['x']
+    there = {'topology': 'v5e:4x4', 'axes': {'data': 4, 'model': 4}, 'on_cpu': True}
+    said = [
+        [f for f in made.findings if f.kind == 'not donated']
+        for made in (forecast(*args, compile=False), forecast(*args, **there, compile=False))
+    ]
+    for (finding,) in said:
+        assert 'test_plain_forecasts.py' in finding.where
+        assert "donate_argnames=['params'] in jax.jit" in finding.message
+
+
 class Net(nnx.Module):
     def __init__(self, rngs):
         self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
