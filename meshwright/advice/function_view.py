@@ -72,8 +72,8 @@ class FunctionView:
             laid_out.axis_sizes,
             self.traced.values,
         )
-        pairs = zip(explanation.collectives, explanation.evidence, strict=True)
-        self.exchanges: list[tuple[Collective, Evidence | None]] = [(c, e) for (c, _), e in pairs]
+        known = zip(explanation.collectives, explanation.evidence, strict=True)
+        self.exchanges: list[tuple[Collective, Evidence | None]] = [(c, e) for (c, _), e in known]
         self.sends = sum(c.total_bytes for c, _ in self.exchanges)
         self.batch = [r for r in self.rows.values() if r.role == 'other' and r.shape]
         self.near_values: dict[int, tuple[float, Value]] = {}
@@ -82,13 +82,10 @@ class FunctionView:
         self._weigh()
         self.steps = list(steps_in(laid_out.block))
         self.makers = {id(value): step for step in self.steps for value in step.outputs}
+        pairs = [tie for step in self.steps for tie in ties(step)]
         # What a value inside of a loop or a call is outside, and whether a loop takes it apart.
-        self._outer = {
-            id(tie.inner): (tie.outer, tie.stacked)
-            for step in self.steps
-            for tie in ties(step)
-            if not tie.output
-        }
+        self._outer = {id(t.inner): (t.outer, t.stacked) for t in pairs if not t.output}
+        self._inner = {id(tie.outer): tie.inner for tie in pairs if tie.output}
         inputs = laid_out.block.inputs
         self._given = {id(value): row for value, row in zip(inputs, subject.rows, strict=False)}
 
@@ -166,6 +163,17 @@ class FunctionView:
             value = operand
         return self._given[id(value)], loops
 
+    def sources_of(self, value: Value) -> list[Value]:
+        """The arrays that an array is computed from, or is a copy of, also in loops and calls."""
+        if id(value) in self._given:
+            return []
+        if id(value) in self._outer:
+            return [self._outer[id(value)][0]]
+        if id(value) in self._inner:
+            return [self._inner[id(value)]]
+        step = self.makers.get(id(value))
+        return [] if step is None else step.inputs
+
     def depends_on(self, value: Value, axes: Axes) -> bool:
         """Whether an array is computed from arguments that are sharded over mesh axes."""
         pending, seen = [value], set[int]()
@@ -174,13 +182,10 @@ class FunctionView:
             if id(one) in seen:
                 continue
             seen.add(id(one))
-            if id(one) in self._given:
-                if {*axes} & {axis for own in one.axes for axis in own or ()}:
-                    return True
-            elif id(one) in self._outer:
-                pending.append(self._outer[id(one)][0])
-            elif (step := self.makers.get(id(one))) is not None:
-                pending += step.inputs
+            is_sharded = {*axes} & {axis for own in one.axes for axis in own or ()}
+            if id(one) in self._given and is_sharded:
+                return True
+            pending += self.sources_of(one)
         return False
 
     # What is known of their layouts

@@ -17,9 +17,11 @@ from it, the device can compute the number:
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -30,18 +32,100 @@ from meshwright.advice.function_view import LEAST, FunctionView, line_of
 from meshwright.advice.loop_edits import skip_sums
 from meshwright.advice.rewriting import Edit, Rewriting, rewrite
 from meshwright.causes.cause import CodeChange, over
-from meshwright.jax_private import TracedCall
 from meshwright.jaxpr.implied_exchanges import KINDS, exchange_axes
 from meshwright.jaxpr.primitives import ELEMENTWISE, GATHERS, MOVES, PSUMS
 from meshwright.jaxpr.values import TO_GLOBAL, Axes, Step, Value
 
-_NEAR = 12  # steps in which the place of a slice is computed
+_NEAR = 40  # steps in which the place of a slice is computed
+_SCATTERING = ('reduce_scatter', 'psum_scatter')
 _SMALLER = 8  # how often less something small has
 
 
 def find_kept_parts(view: FunctionView) -> Iterator[Told]:
     """Finds sums and gathers in shard_maps of which all uses are slices at the device's place."""
+    groups: dict[str, list[_Kept]] = collections.defaultdict(list)
+    for one in _kept_parts(view):
+        groups[one.text].append(one)
+    scattered = list(_scattered_parts(view)) if groups else []
+    for text, group in groups.items():
+        first, line = group[0], line_of(group[0].step)
+        what = 'gather' if first.gathered is not None else 'sum'
+        edits = {key: edit for one in group for key, edit in one.edits()}
+        edits |= {key: edit for where, key, edit in scattered if where == line}
+        trial = functools.partial(rewrite, view.subject.call, edits)
+        for one in group:
+            yield Told(
+                match=Match(
+                    axes=one.axes,
+                    kinds=SUMS if one.gathered is None else GATHERING,
+                    lines=frozenset([line]),
+                    shapes=frozenset([shape_of(one.made)]),
+                ),
+                line=line,
+                why=(
+                    f'the {what} at {line} gives all {one.n} devices along {over(one.axes)} all of '
+                    f'{one.made.shape}, of which each keeps its own part at {one.where}'
+                ),
+                change=CodeChange(source=line, text=text),
+                trial=trial,
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """A sum or a gather over devices of whose result each device keeps a part.
+
+    Attributes:
+      step: the exchange.
+      numbers: the numbers of the arrays that its equation exchanges for nothing.
+      made: the result.
+      slices: the steps that keep the parts.
+      axes, n: the mesh axes, and the number of devices along them.
+      d: the dimension whose part a device keeps.
+      gathered: the dimension that is gathered; None for a sum.
+    """
+
+    step: Step
+    numbers: set[int]
+    made: Value
+    slices: tuple[Step, ...]
+    axes: Axes
+    n: int
+    d: int
+    gathered: int | None
+
+    @property
+    def where(self) -> str:
+        """The line of the slices."""
+        return line_of(self.slices[0])
+
+    @property
+    def text(self) -> str:
+        """What to write."""
+        line, axes = line_of(self.step), _written(self.axes)
+        if self.gathered is None:
+            return (
+                f'write jax.lax.psum_scatter(x, {axes}, scatter_dimension={self.d}, tiled=True) in '
+                f'place of the psum at {line} and the slice at {self.where}'
+            )
+        return (
+            f'write jax.lax.all_to_all(x, {axes}, split_axis={self.d}, concat_axis='
+            f'{self.gathered}, tiled=True) in place of the all_gather at {line} and the slice at '
+            f'{self.where}'
+        )
+
+    def edits(self) -> Iterator[tuple[int, Edit]]:
+        """The edits with which only what devices keep is exchanged, where it is sliced now."""
+        leave_out = _leave_out if self.gathered is not None else skip_sums(self.numbers)
+        yield id(self.step.place.equation), leave_out
+        keep = functools.partial(_keep_part, axes=self.axes, d=self.d, gathered=self.gathered)
+        for one in self.slices:
+            yield id(one.place.equation), keep
+
+
+def _kept_parts(view: FunctionView) -> Iterator[_Kept]:
     returned = {id(v) for step in view.steps for body in step.bodies for v in body.outputs}
+    numbers: dict[int, set[int]] = collections.defaultdict(set)
     for step in view.steps:
         gathers = step.name in GATHERS and bool(step.params.get('tiled'))
         if not (gathers or step.name in PSUMS) or step.params.get('axis_index_groups'):
@@ -52,52 +136,45 @@ def find_kept_parts(view: FunctionView) -> Iterator[Told]:
             if made.shard_bytes(view.sizes) < LEAST or not made.manual or n == 1:
                 continue
             slices = _slices_of(made, view)
-            if not slices or id(made) in returned:
-                continue
-            parts = {_part(one, n, axes, view) for one in slices}
-            if None in parts or len(parts) > 1:
+            parts = {_part(o.inputs[0], o.outputs[0], o.inputs[1:], axes, view) for o in slices}
+            if len(parts) != 1 or None in parts or id(made) in returned:
                 continue
             (d,) = parts
             assert d is not None
-            line, where = map(line_of, (step, slices[0]))
-            dimension = step.params['all_gather_dimension'] if gathers else None
-            if not gathers:
-                text = (
-                    f'write jax.lax.psum_scatter(x, {_written(axes)}, scatter_dimension={d}, '
-                    f'tiled=True) in place of the psum at {line} and the slice at {where}'
-                )
-                edit = skip_sums({step.params.get('number', number)})
-            elif d != dimension and all(one.inputs[0] is made for one in slices):
-                text = (
-                    f'write jax.lax.all_to_all(x, {_written(axes)}, split_axis={d}, '
-                    f'concat_axis={dimension}, tiled=True) in place of the all_gather at {line} '
-                    f'and the slice at {where}'
-                )
-                edit = _leave_out
-            else:
+            gathered = step.params['all_gather_dimension'] if gathers else None
+            if gathers and (d == gathered or any(o.inputs[0] is not made for o in slices)):
                 continue
-            yield Told(
-                match=Match(
-                    axes=axes,
-                    kinds=GATHERING if gathers else SUMS,
-                    lines=frozenset([line]),
-                    shapes=frozenset([shape_of(made)]),
-                ),
-                line=line,
-                why=(
-                    f'the {"gather" if gathers else "sum"} at {line} gives all {n} devices along '
-                    f'{over(axes)} all of {made.shape}, of which each keeps its own part at {where}'
-                ),
-                change=CodeChange(source=line, text=text),
-                trial=functools.partial(
-                    _exchange_parts,
-                    view,
-                    exchange=step.place.equation,
-                    edit=edit,
-                    slices=tuple(one.place.equation for one in slices),
-                    keep=functools.partial(_keep_part, axes=axes, d=d, gathered=dimension),
-                ),
+            own = numbers[id(step.place.equation)]
+            own.add(step.params.get('number', number))
+            yield _Kept(
+                step=step,
+                numbers=own,
+                made=made,
+                slices=tuple(slices),
+                axes=axes,
+                n=n,
+                d=d,
+                gathered=gathered,
             )
+
+
+def _scattered_parts(view: FunctionView) -> Iterator[tuple[str, int, Edit]]:
+    """The edits of what jax makes of a gather and a slice in a backward pass, with its line.
+
+    It puts the part of a device among zeros, and sums and scatters all parts.
+    """
+    for step in view.steps:
+        put = view.makers.get(id(step.inputs[0])) if step.name in _SCATTERING else None
+        if put is None or put.name != 'dynamic_update_slice' or not step.place.is_backward:
+            continue
+        axes: Axes = tuple(exchange_axes(step))
+        d = _part(put.inputs[0], put.inputs[1], put.inputs[2:], axes, view)
+        scattered = step.params['scatter_dimension']
+        if d is None or d == scattered:
+            continue
+        yield line_of(step), id(put.place.equation), lambda r, e, args: [args[1]]
+        keep = functools.partial(_keep_part, axes=axes, d=scattered, gathered=d)
+        yield line_of(step), id(step.place.equation), keep
 
 
 def _written(axes: Axes) -> str:
@@ -119,28 +196,28 @@ def _slices_of(made: Value, view: FunctionView) -> list[Step]:
     return found
 
 
-def _part(one: Step, n: int, axes: Axes, view: FunctionView) -> int | None:
-    """The dimension that a slice at the place of the device cuts into as many parts, or None."""
-    given, made = one.inputs[0].shape, one.outputs[0].shape
-    cut = [d for d, (a, b) in enumerate(zip(given, made, strict=True)) if a != b]
-    if len(cut) != 1 or given[cut[0]] != n * made[cut[0]]:
+def _part(
+    whole: Value, part: Value, places: Sequence[Value], axes: Axes, view: FunctionView
+) -> int | None:
+    """The dimension whose part at the place of the device is one of as many parts, or None."""
+    cut = [d for d, (a, b) in enumerate(zip(whole.shape, part.shape, strict=True)) if a != b]
+    n = math.prod(view.sizes.get(axis, 1) for axis in axes)
+    if len(cut) != 1 or whole.shape[cut[0]] != n * part.shape[cut[0]]:
         return None
-    pending, seen = [one.inputs[1 + cut[0]]], 0
-    while pending and seen < _NEAR:
-        step = view.makers.get(id(pending.pop(0)))
-        seen += 1
+    pending = [places[cut[0]]]
+    for _ in range(_NEAR):
+        value = pending.pop(0) if pending else None
+        step = None if value is None else view.makers.get(id(value))
         if step is not None and step.name == 'axis_index':
-            name = step.params['axis_name']
-            return cut[0] if {*((name,) if isinstance(name, str) else name)} == {*axes} else None
-        pending += step.inputs if step is not None else []
+            return cut[0] if {*_axes_of_place(step)} == {*axes} else None
+        pending += [] if value is None else view.sources_of(value)
     return None
 
 
-def _exchange_parts(
-    view: FunctionView, *, exchange: Any, edit: Edit, slices: tuple[Any, ...], keep: Edit
-) -> TracedCall:
-    """The function that exchanges only what devices keep, where it slices now."""
-    return rewrite(view.subject.call, {id(exchange): edit, **{id(one): keep for one in slices}})
+def _axes_of_place(step: Step) -> Axes:
+    """The mesh axes of the number of a device."""
+    name = step.params['axis_name']
+    return (name,) if isinstance(name, str) else tuple(name)
 
 
 def _leave_out(rewriting: Rewriting, equation: Any, args: list[Any]) -> list[Any]:
@@ -237,8 +314,7 @@ def _compares_place(mask: Value, axes: Axes, view: FunctionView) -> bool:
             if value.constant is None and value.size > 1:
                 return False
         elif step.name == 'axis_index':
-            name = step.params['axis_name']
-            found |= {*((name,) if isinstance(name, str) else name)} == {*axes}
+            found |= {*_axes_of_place(step)} == {*axes}
         elif step.name in ELEMENTWISE | MOVES | {'pvary', 'broadcast_in_dim'}:
             pending += step.inputs
         else:
