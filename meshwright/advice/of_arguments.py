@@ -45,10 +45,11 @@ _WHOLE = 1.2  # the weight of the layout that all other parameters of a shape ha
 _BATCH = 3.0  # the weight of sharding a batch that every device has
 
 
-def lay_out_parameters(view: FunctionView) -> Iterator[tuple[float, Candidate]]:
-    """Parameters around the exchanges, with the same mesh axes at other dimensions or like peers.
+def lay_out_arguments(view: FunctionView) -> Iterator[tuple[float, Candidate]]:
+    """Arguments around the exchanges, with the same mesh axes at other dimensions or like peers.
 
     A parameter that lacks mesh axes gets the layout of the parameters of its shape that have them.
+    Other arguments, such as caches, keep the layout of their rows.
     """
     groups = _groups(view)
     peers = [(rows, _peer_layout(view, rows[0])) for rows in groups]
@@ -56,29 +57,32 @@ def lay_out_parameters(view: FunctionView) -> Iterator[tuple[float, Candidate]]:
     changes = [_change(rows, peer) for rows, peer in unused if peer is not None]
     if len(changes) > 1:  # averages of all parameters
         yield _ALL, Candidate(JoinedChange(parts=tuple(changes)), False, _WHOLE)
-    for rows in groups:
+    for rows, peer in peers:
         weight = sum(view.parameters.get(row.path, 0.0) for row in rows)
-        now = axes_of_row(rows[0])
-        peer = _peer_layout(view, rows[0])
+        now, is_given = axes_of_row(rows[0]), rows[0].role == 'other'
         if peer is not None:
             yield max(weight, 1.0), Candidate(_change(rows, peer), False, _WHOLE)
         if not weight or not any(now) or _is_looked_up(view, rows[0]):
             continue
-        uses = list(view.possible.like_its_uses(rows[0]))
-        held = {axis for axes in now for axis in axes}  # sharding over fewer is another matter
-        fitting = [u.layout for u in uses if held <= {a for axes in u.layout for a in axes}]
-        others = dict.fromkeys([*fitting, *_moved(view, rows[0])])
+        others = [one for one in _moved(view, rows[0]) if not is_given or one[0] == now[0]]
+        if not is_given:
+            held = {axis for axes in now for axis in axes}  # sharding over fewer is another matter
+            uses = [change.layout for change in view.possible.like_its_uses(rows[0])]
+            fit = [one for one in uses if held <= {a for axes in one for a in axes}]
+            others = list(dict.fromkeys([*fit, *others]))
         for number, layout in enumerate(others):
             if view.fits(layout, rows[0].shape) and layout not in (now, peer):
-                yield weight / (1 + 0.1 * number), Candidate(_change(rows, layout), False)
+                yield weight / (1 + 0.1 * number), Candidate(_change(rows, layout), is_given)
 
 
 def _groups(view: FunctionView) -> list[list[PlanRow]]:
-    """The matrices among the parameters, each with its like in other layers."""
+    """The matrices among the parameters, and other stacks of them, each with its like."""
     groups: dict[tuple[object, ...], list[PlanRow]] = collections.defaultdict(list)
     for row in view.rows.values():
         if row.role == 'parameters' and len(row.shape) > 1:
             groups[re.sub(r'\d+', '', row.path), row.shape, str(row.spec)].append(row)
+        elif row.role == 'other' and len(row.shape) > 2:
+            groups['', row.shape, str(row.spec)].append(row)
     return list(groups.values())
 
 
@@ -89,6 +93,8 @@ def _change(rows: Sequence[PlanRow], layout: Layout) -> LayoutChange:
 
 def _peer_layout(view: FunctionView, row: PlanRow) -> Layout | None:
     """The layout of the parameters of the same shape that are sharded over more axes, if any."""
+    if row.role == 'other':
+        return None
     mine = {axis for axes in axes_of_row(row) for axis in axes}
     found: collections.Counter[Layout] = collections.Counter()
     for other in view.rows.values():

@@ -19,11 +19,14 @@ from meshwright.advice.subject import Layout
 from meshwright.causes.cause import Change, ConstraintRemoval, JoinedChange
 from meshwright.causes.layouts import axes_of_row
 from meshwright.causes.wording import spec_text
+from meshwright.jaxpr.implied_exchanges import KINDS
 from meshwright.jaxpr.values import Axes, Value
 from partitioning.products.flops import PRODUCTS
 
 _MOST = 3  # constraints that only compiling can judge
 _MOVING = ('all-gather', 'all-to-all', 'collective-permute')
+_ADDED, _KEPT = 0.7, 0.3  # the weights of new constraints, next to other layouts of old ones
+_MOVED = ('all-gather', 'all-to-all')  # exchanges that layouts imply
 _ELSEWHERE = 0.85  # the weight of a layout that only its bytes speak for
 _LEFT_OUT = 0.8  # the weight of a gradient without a constraint, next to one like its parameter
 _MADE = PRODUCTS | {'gather', 'add', 'custom_vjp_call', 'reduce_sum'}
@@ -160,7 +163,35 @@ def add_constraints(
         layout = view.implied(value, tensors_first=tensors_first)
         if len(value.shape) > 1 and any(layout) and value.layout is None:
             seen.add(key)
-            yield weight, Candidate(make_constraint(value, layout))
+            yield _ADDED * weight, Candidate(make_constraint(value, layout))
+
+
+def keep_layouts(view: FunctionView) -> Iterator[tuple[float, Candidate]]:
+    """For each array that moves to another layout, what makes it or what it is for, laid out alike.
+
+    An array keeps the layout that it has if what is computed from it has that layout, too. It does
+    not move if it has the other layout from the start. The arguments need not tell anything about
+    its dimensions, as of noise, masks and numbers of rows.
+    """
+    seen = set[Change]()
+    for step in view.steps:
+        nbytes = view.base.equations.get(id(step.place.equation), 0.0)
+        if step.name not in _MOVED or step.place.is_backward or not nbytes:
+            continue
+        given, made = view.before_exchange(step.inputs[0]), step.outputs[0]
+        pairs = [(given, made.axes)]
+        for reader in view.readers.get(id(made), []):
+            pairs += [(one, given.axes) for one in reader.outputs if reader.name not in KINDS]
+        for value, axes in pairs:
+            one = view.traced_value(value)
+            layout = tuple(own or () for own in axes)
+            if one is None or one.manual or one.argument or one.layout is not None:
+                continue
+            if one.shape == given.shape and any(layout) and len(layout) > 1:
+                change = make_constraint(one, layout)
+                if change not in seen and one.line and view.fits(layout, one.shape):
+                    seen.add(change)
+                    yield _KEPT * nbytes, Candidate(change)
 
 
 def _as_written(view: FunctionView, value: Value) -> Value:

@@ -1,9 +1,9 @@
 """Products that sum over a sharded dimension, although another order or layout would not.
 
-    keys = (batch, 8, length, 128) as PartitionSpec('data', None, None, 'model')
-    scores = jnp.einsum('bkgd,bktd->bkgt', q, keys)     # sums over the 128, which 'model' shards
+    x = (layers, 1024, 4096) as PartitionSpec(None, None, 'fsdp')     # momentum, in an optimizer
+    gram = jnp.einsum('lij,lkj->lik', x, x)                           # sums over the 4096
 
-Sharded along the 8 heads, each device has all that its scores are a sum of. Small factors that are
+Sharded along the layers, each device has all that its products are a sum of. Small factors that are
 multiplied with each other first have a gradient that is exchanged whole:
 
     def adapted(x, w, a, b):          # w (512, 2048), a (512, 8), b (8, 2048)
@@ -31,15 +31,12 @@ from meshwright.advice.figures import shape_of
 from meshwright.advice.function_view import FunctionView, make_constraint
 from meshwright.advice.rewriting import Rewriting, rewrite
 from meshwright.advice.subject import Layout
-from meshwright.causes.cause import CodeChange, ConstraintChange, StateChange, over
-from meshwright.causes.layouts import axes_of_row
-from meshwright.causes.wording import spec_text
+from meshwright.causes.cause import CodeChange, over
 from meshwright.jax_private import TracedCall
 from meshwright.jaxpr.exchange_list import walk_exchanges
 from meshwright.jaxpr.implied_exchanges import KINDS
 from meshwright.jaxpr.primitives import ELEMENTWISE, SCATTERS, names_in
-from meshwright.jaxpr.values import Axes, Step, Value
-from partitioning.plan.rows import PlanRow
+from meshwright.jaxpr.values import Axes, Value
 
 _UPDATED = ELEMENTWISE | SCATTERS | KINDS.keys() | {'dynamic_update_slice'}
 _SAME = names_in('transpose convert_element_type copy sharding_constraint neg mul div')
@@ -48,87 +45,37 @@ _MORE_FLOPS = 1.05
 
 
 def shard_batches(view: FunctionView) -> Iterator[Candidate]:
-    """The axes of a summed dimension at one that products only map, for what they are given.
-
-    It is the argument that an operand is, such as a cache, or else a constraint on the operand.
-    """
-    seen = set[object]()
+    """Constraints on operands: the axes of a summed dimension at one that products only map."""
+    seen = set[tuple[str, tuple[int, ...]]]()
     for step in view.steps:
         if step.name != 'dot_general' or step.place.is_backward:
             continue
         summed, batch = step.params['dimension_numbers']
         for value, sums, stacked in zip(step.inputs[:2], summed, batch, strict=True):
-            row, ahead = view.argument_of(value, _alike)
-            if value.manual:
+            made = view.traced_value(view.before_exchange(value))
+            layout = _to_batch(view, value, sums, stacked)
+            if made is None or layout is None or made.shape != value.shape or value.manual:
                 continue
-            if row is None or row.role != 'other':
-                layout = _to_batch(view, value.shape, value.axes, sums, stacked)
-                change = None if layout is None else _constrain(view, value, layout)
-                if change is not None and not seen & {change, (change.source, change.shape)}:
-                    seen |= {change, (change.source, change.shape)}
-                    yield Candidate(change)
-            elif len(row.shape) == len(value.shape) + ahead:
-                dims = [d + ahead for d in stacked if d + ahead > 0]
-                layout = _to_batch(
-                    view, row.shape, axes_of_row(row), [d + ahead for d in sums], dims
-                )
-                if layout is not None and (row.path, layout) not in seen:
-                    seen.add((row.path, layout))
-                    yield Candidate(_change(view, row, layout), of_state=True)
+            if made.line and made.layout is None and (made.line, made.shape) not in seen:
+                seen.add((made.line, made.shape))
+                yield Candidate(make_constraint(made, layout))
 
 
 def _to_batch(
-    view: FunctionView,
-    shape: Sequence[int],
-    axes: Sequence[Axes | None],
-    sums: Sequence[int],
-    batch: Sequence[int],
+    view: FunctionView, value: Value, sums: Sequence[int], batch: Sequence[int]
 ) -> Layout | None:
     """A layout with the axes of a summed dimension at a free batch dimension, the last that fits.
 
     The rows of the batch come first.
     """
-    new = [own or () for own in axes]
+    new = [own or () for own in value.axes]
     for c in sums:
         n = math.prod(view.sizes.get(a, 1) for a in new[c])
-        fits = [d for d in batch if not new[d] and shape[d] % n == 0]
+        fits = [d for d in batch if not new[d] and value.shape[d] % n == 0]
         if n > 1 and fits:
             new[fits[-1]], new[c] = new[c], ()
             return tuple(new)
     return None
-
-
-def _constrain(view: FunctionView, value: Value, layout: Layout) -> ConstraintChange | None:
-    """A constraint on the operand of a product, at the line that makes it."""
-    made = view.traced_value(view.before_exchange(value))
-    if made is None or made.shape != value.shape or not made.line:
-        return None
-    return None if made.layout is not None else make_constraint(made, layout)
-
-
-def _alike(step: Step, value: Value) -> Value | None:
-    """The operand that a value is an updated, cast or scaled copy of."""
-    if step.name not in _UPDATED:
-        return None
-    return next((one for one in step.inputs if one.shape == value.shape), None)
-
-
-def _change(view: FunctionView, row: PlanRow, layout: Layout) -> StateChange:
-    alike = [
-        one
-        for one in view.rows.values()
-        if one.role == 'other' and one.shape == row.shape and axes_of_row(one) == axes_of_row(row)
-    ]
-    names = ' and '.join(one.path for one in alike[:3])
-    more = f' and {len(alike) - 3} more' if len(alike) > 3 else ''
-    return StateChange(
-        layouts=tuple((one.path, layout) for one in alike),
-        results=(),
-        text=(
-            f'lay out {names}{more} as {spec_text(layout)}, along a batch dimension of the '
-            'products that use them, which then do not sum over devices'
-        ),
-    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

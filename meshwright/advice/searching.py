@@ -26,7 +26,7 @@ from meshwright.advice.function_view import FunctionView
 from meshwright.advice.of_arguments import (
     find_gathered_results,
     find_missing_rows,
-    lay_out_parameters,
+    lay_out_arguments,
     lay_out_state,
 )
 from meshwright.advice.of_arrays import find_flattened, find_permuted_rows, find_uneven
@@ -34,6 +34,7 @@ from meshwright.advice.of_collectives import find_early_sums, find_kept_parts
 from meshwright.advice.of_constraints import (
     add_constraints,
     find_pins,
+    keep_layouts,
     lay_out_experts,
     lay_out_updates,
     rearrange_constraints,
@@ -73,9 +74,10 @@ _FIRST: tuple[Callable[[FunctionView], Iterator[Candidate]], ...] = (
 )
 _RANKED: tuple[Callable[[FunctionView], Iterator[tuple[float, Candidate]]], ...] = (
     replace_constraints,
-    lay_out_parameters,
+    lay_out_arguments,
     order_splits,
     add_constraints,
+    keep_layouts,
 )
 # What only the author can write, in the order in which an exchange takes its reason from them.
 _TOLD: tuple[Callable[[FunctionView], Iterator[Told]], ...] = (
@@ -272,7 +274,7 @@ class _Search:
         Formulas see what layouts need. A compiler may send far more where they do not fit each
         other.
         """
-        ranked = sorted(lay_out_parameters(self.view), key=lambda pair: -pair[0])
+        ranked = sorted(lay_out_arguments(self.view), key=lambda pair: -pair[0])
         for _, candidate in ranked[:_COMPILED]:
             with contextlib.suppress(ValueError):  # the function cannot be edited
                 made = self.estimate(candidate.change, _LESS * self.view.sends)

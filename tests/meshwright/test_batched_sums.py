@@ -35,19 +35,19 @@ def changes(made):
     return [cause.change for _, cause in made.collectives if cause is not None and cause.change]
 
 
-def test_the_heads_are_sharded_in_place_of_their_size():
-    made = ask(8, 'data', None, None, 'model')
-    mended = ask(8, 'data', 'model', None, None)
-    text = "lay out cache/keys as PartitionSpec('data', 'model', None, None)"
-    cause = next(c for _, c in made.collectives if c is not None and c.change.startswith(text))
+@pytest.mark.parametrize(
+    ('heads', 'spec'),
+    [(8, ('data', 'model', None, None)), (2, ('data', None, 'model', None))],
+    ids=['heads', 'heads that the devices do not divide'],
+)
+def test_another_dimension_of_a_cache_is_sharded(heads, spec):
+    """The heads are, or else the length. The change does what the program with it does."""
+    made, mended = ask(heads, 'data', None, None, 'model'), ask(heads, *spec)
+    text = f'lay out the argument cache/keys as PartitionSpec{spec!r}'
+    cause = next(c for _, c in made.collectives if c is not None and c.change == text)
     assert cause.effect.sent[0] == sum(c.total_bytes for c, _ in made.collectives)
     assert cause.effect.sent[1] == pytest.approx(sum(c.total_bytes for c, _ in mended.collectives))
     assert not changes(mended)
-
-
-def test_heads_that_the_devices_do_not_divide():
-    made = ask(2, 'data', None, None, 'model')
-    assert not [text for text in changes(made) if 'lay out cache/keys' in text]
 
 
 def orthogonalize(g, lay=lambda x: x):
