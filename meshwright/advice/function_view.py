@@ -25,7 +25,6 @@ from meshwright.jaxpr.primitives import CONSTRAINTS
 from meshwright.jaxpr.values import Axes, Dims, Step, Value, readers_of, steps_in, ties
 from meshwright.jaxpr.varying import Varying
 from meshwright.program.collectives import Collective
-from meshwright.user_lines import user_line
 from partitioning.hardware import Chip
 from partitioning.plan.rows import PlanRow
 from partitioning.products.flops import PRODUCTS
@@ -292,11 +291,6 @@ def _dims_of(value: Value) -> Dims:
     if value.primitive != 'gather' or given.shape != value.shape:
         return value.dims
     return tuple(own or before for own, before in zip(value.dims, given.dims, strict=True))
-
-
-def line_of(step: Step) -> str:
-    """The user's line of a step."""
-    return user_line(step.place.lines) or step.place.source
 
 
 def rearranged(layout: Layout) -> Iterator[Layout]:

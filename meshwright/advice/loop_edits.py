@@ -21,52 +21,28 @@ from partitioning.products.flops import bodies_of, count_scan_arguments, open_ja
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class EarlyStep:
-    """A step of a loop that can be made once before it.
+class RepeatedStep:
+    """An exchange that need not be made each time, and where it is made instead.
 
     Attributes:
-      loop: the equation of the loop.
       equation: its equation.
-    """
-
-    loop: Any
-    equation: Any
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LaterSum:
-    """A sum over devices that can be made once after a loop.
-
-    Attributes:
-      loop: the equation of the loop.
-      carry: the number of the array in the carry to which the iterations add the sum.
-      equation: the equation of the sum.
       operand: the number of the operand and the result of the equation.
-    """
-
-    loop: Any
-    carry: int
-    equation: Any
-    operand: int
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class NeedlessSum:
-    """A sum over devices that have the same.
-
-    Attributes:
-      equation: the equation of the sum.
-      operand: the number of the operand and the result of the equation.
+      loop: the equation of the loop before or after which it can be made once; None for a sum of
+        what all devices have already.
+      carry: the number of the array in the carry to which the iterations add a sum, which is then
+        made after the loop; -1 for what is made before it.
     """
 
     equation: Any
-    operand: int
+    operand: int = 0
+    loop: Any = None
+    carry: int = -1
 
 
 def try_edits(
     call: TracedCall,
     *,
-    edits: Sequence[EarlyStep | LaterSum | NeedlessSum],
+    edits: Sequence[RepeatedStep],
     sizes: Mapping[str, int],
 ) -> TracedCall:
     """The function with edits.
@@ -80,20 +56,20 @@ def try_edits(
       ValueError: if an edit cannot be made.
     """
     early: dict[int, set[int]] = collections.defaultdict(set)
-    later: dict[int, list[LaterSum]] = collections.defaultdict(list)
+    later: dict[int, list[RepeatedStep]] = collections.defaultdict(list)
     needless: dict[int, set[int]] = collections.defaultdict(set)
     found: dict[int, Edit] = {}
     for edit in edits:
-        if isinstance(edit, EarlyStep):
-            early[id(edit.loop)].add(id(edit.equation))
-        elif isinstance(edit, LaterSum):
-            later[id(edit.loop)].append(edit)
-        else:
+        if edit.loop is None:
             needless[id(edit.equation)].add(edit.operand)
             _, axes = axes_of(edit.equation)
             names = (axes,) if isinstance(axes, str) else axes
             size = math.prod(sizes.get(axis, 1) for axis in names)
             found[id(edit.equation)] = leave_out_sums(needless[id(edit.equation)], size)
+        elif edit.carry < 0:
+            early[id(edit.loop)].add(id(edit.equation))
+        else:
+            later[id(edit.loop)].append(edit)
     for key, targets in early.items():
         found[key] = Hoisted(frozenset(targets))
     for key, sums in later.items():
@@ -180,7 +156,7 @@ class SummedLater:
       sums: the sums of one loop.
     """
 
-    sums: tuple[LaterSum, ...]
+    sums: tuple[RepeatedStep, ...]
 
     def __call__(self, rewriting: Rewriting, equation: Any, args: list[Any]) -> list[Any]:
         first, _ = count_scan_arguments(equation.params)
@@ -206,7 +182,7 @@ def _alone(equation: Any, numbers: Sequence[int]) -> Any:
     )
 
 
-def _zeros(one: LaterSum, before: Any) -> Any:
+def _zeros(one: RepeatedStep, before: Any) -> Any:
     """An array to add the operands of a sum to, which differ between its devices."""
     operand = one.equation.invars[one.operand].aval
     same = operand.size == before.size

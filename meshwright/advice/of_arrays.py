@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshwright.advice.candidates import Match, Told
 from meshwright.advice.figures import shape_of
-from meshwright.advice.function_view import LEAST, FunctionView, line_of
+from meshwright.advice.function_view import LEAST, FunctionView
 from meshwright.causes.cause import CodeChange, over
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.layouts import axes_of_row
@@ -72,7 +72,7 @@ def _permuted(step: Step, view: FunctionView) -> Told | None:
     row, _ = view.argument_of(given, _moved)
     if row is not None and row.role != 'other':  # a lookup in a table
         return None
-    n, line = math.prod(view.sizes[a] for a in axes), line_of(step)
+    n, line = math.prod(view.sizes[a] for a in axes), step.line
     each, rest = given.shape[d] // n, ', '.join(str(given.shape[k]) for k in kept)
     lines, shapes = frozenset([line]), frozenset([shape_of(given)])
     return Told(

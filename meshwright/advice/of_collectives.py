@@ -28,7 +28,7 @@ import jax
 
 from meshwright.advice.candidates import GATHERS as GATHERING, SUMS, Match, Told
 from meshwright.advice.figures import shape_of
-from meshwright.advice.function_view import LEAST, FunctionView, line_of
+from meshwright.advice.function_view import LEAST, FunctionView
 from meshwright.advice.loop_edits import skip_sums
 from meshwright.advice.rewriting import Edit, Rewriting, rewrite
 from meshwright.causes.cause import CodeChange, over
@@ -48,7 +48,7 @@ def find_kept_parts(view: FunctionView) -> Iterator[Told]:
         groups[one.text].append(one)
     scattered = list(_scattered_parts(view)) if groups else []
     for text, group in groups.items():
-        first, line = group[0], line_of(group[0].step)
+        first, line = group[0], group[0].step.line
         what = 'gather' if first.gathered is not None else 'sum'
         edits = {key: edit for one in group for key, edit in one.edits()}
         edits |= {key: edit for where, key, edit in scattered if where == line}
@@ -97,12 +97,12 @@ class _Kept:
     @property
     def where(self) -> str:
         """The line of the slices."""
-        return line_of(self.slices[0])
+        return self.slices[0].line
 
     @property
     def text(self) -> str:
         """What to write."""
-        line, axes = line_of(self.step), _written(self.axes)
+        line, axes = self.step.line, _written(self.axes)
         if self.gathered is None:
             return (
                 f'write jax.lax.psum_scatter(x, {axes}, scatter_dimension={self.d}, tiled=True) in '
@@ -172,9 +172,9 @@ def _scattered_parts(view: FunctionView) -> Iterator[tuple[str, int, Edit]]:
         scattered = step.params['scatter_dimension']
         if d is None or d == scattered:
             continue
-        yield line_of(step), id(put.place.equation), lambda r, e, args: [args[1]]
+        yield step.line, id(put.place.equation), lambda r, e, args: [args[1]]
         keep = functools.partial(_keep_part, axes=axes, d=scattered, gathered=d)
-        yield line_of(step), id(step.place.equation), keep
+        yield step.line, id(step.place.equation), keep
 
 
 def _written(axes: Axes) -> str:
@@ -258,7 +258,7 @@ def find_early_sums(view: FunctionView) -> Iterator[Told]:
             ends = list(_Reduced(view, axes, any_function=selected).ends(made))
             if not ends or None in ends:
                 continue
-            line, where = line_of(step), next(line_of(end) for end in ends if end is not None)
+            line, where = step.line, next(end.line for end in ends if end is not None)
             who = (
                 f'only one device along {over(axes)} has what is not zero'
                 if selected

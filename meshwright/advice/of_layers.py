@@ -26,7 +26,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.advice.candidates import GATHERS, Match, Told
-from meshwright.advice.function_view import LEAST, FunctionView, line_of
+from meshwright.advice.function_view import LEAST, FunctionView
 from meshwright.advice.rewriting import Edit, Rewriting, rewrite
 from meshwright.advice.subject import Layout, with_change
 from meshwright.causes.cause import CodeChange, Effect, StateChange, over
@@ -144,7 +144,7 @@ def _given_to_loops(block: Block) -> Iterator[tuple[Value, str, int, bool]]:
     for step in block.steps:
         if step.bodies and step.times > 1:
             changed = {id(given) for given, _ in carries(step)}
-            line = line_of(step)
+            line = step.line
             for tie in ties(step):
                 if not tie.output and not tie.stacked:
                     yield tie.outer, line, step.times, id(tie.inner) in changed
@@ -199,7 +199,7 @@ def _shard_layers(
 ) -> Told:
     ordered = sorted(found.values(), key=lambda pair: -pair[0].bytes_per_device)
     (row, layout), rest = ordered[0], len(ordered) - 1
-    axes, line = axes_of_row(row)[0], line_of(step)
+    axes, line = axes_of_row(row)[0], step.line
     n, peak = math.prod(view.sizes.get(axis, 1) for axis in axes), view.base.peak
     held = sum((n - 1) * r.bytes_per_device for r, _ in ordered)
     held -= sum(n * r.bytes_per_device // r.shape[0] for r, _ in ordered)

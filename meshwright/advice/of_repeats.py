@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 
 from meshwright.advice.candidates import SUMS, Match, Told
 from meshwright.advice.figures import shape_of
-from meshwright.advice.function_view import LEAST, FunctionView, line_of
-from meshwright.advice.loop_edits import EarlyStep, LaterSum, NeedlessSum, try_edits
+from meshwright.advice.function_view import LEAST, FunctionView
+from meshwright.advice.loop_edits import RepeatedStep, try_edits
 from meshwright.causes.cause import CodeChange, Effect, over
 from meshwright.jaxpr.implied_exchanges import KINDS, exchange_axes
 from meshwright.jaxpr.primitives import ELEMENTWISE, GATHERS, MOVES, PSUMS, names_in
@@ -51,7 +51,7 @@ class _Repeat:
     why: str
     text: str
     saved: float
-    edit: LaterSum | EarlyStep | NeedlessSum
+    edit: RepeatedStep
     held: int = 0
     count: int = 1
 
@@ -74,14 +74,14 @@ def find_repeated(view: FunctionView) -> Iterator[Told]:
 
 def _tell(view: FunctionView, group: Sequence[_Repeat]) -> Iterator[Told]:
     """The exchanges of a line, each with the effect and the text for all of them."""
-    held, line = sum(one.held for one in group), line_of(group[0].step)
+    held, line = sum(one.held for one in group), group[0].step.line
     sends = max(view.sends - sum(one.saved for one in group), 0.0)
     text = group[0].text.replace(_HELD, bytes_str(held))
     effect = Effect(sent=(view.sends, sends), peak=(view.base.peak, view.base.peak + held))
     edits = tuple(one.edit for one in group)
     for one in group:
         kind, axes = KINDS[one.step.name], tuple(sorted(exchange_axes(one.step)))
-        is_same = isinstance(one.edit, NeedlessSum)
+        is_same = one.edit.loop is None
         yield Told(
             match=Match(
                 axes=axes,
@@ -126,7 +126,7 @@ class _Search:
     def _gather(self, one: Step, loop: Step, times: int) -> _Repeat:
         saved = self._bytes(one) * (times - times // loop.times)
         held = one.outputs[0].shard_bytes(self.view.sizes)
-        line, around = line_of(one), line_of(loop)
+        line, around = one.line, loop.line
         where = f'the loop at {around}' if around != line else 'its loop'
         return _Repeat(
             step=one,
@@ -141,13 +141,13 @@ class _Search:
                 f'write the {one.name} of {line} before {where}{_outside(loop)}, which holds '
                 f'{_HELD} in the meantime'
             ),
-            edit=EarlyStep(loop.place.equation, one.place.equation),
+            edit=RepeatedStep(one.place.equation, loop=loop.place.equation),
         )
 
     def _sum_in_loop(self, one: Step, operand: int, loop: Step, carry: int, times: int) -> _Repeat:
         sizes = self.view.sizes
         held = one.inputs[0].shard_bytes(sizes) - one.outputs[0].shard_bytes(sizes)
-        line, around = line_of(one), line_of(loop)
+        line, around = one.line, loop.line
         more = f', which holds {_HELD} more in the meantime' if held else ''
         name = 'psum or pmean' if one.name in PSUMS else one.name
         text = (
@@ -170,7 +170,7 @@ class _Search:
                 f'{over(exchange_axes(one))}, and adds the sum to the one before'
             ),
             text=text,
-            edit=LaterSum(loop.place.equation, carry, one.place.equation, operand),
+            edit=RepeatedStep(one.place.equation, operand, loop.place.equation, carry),
         )
 
     def _added(self, given: Value, returned: Value) -> tuple[Step, int] | None:
@@ -211,7 +211,7 @@ class _Search:
                     yield self._needless(step, number, first, times)
 
     def _needless(self, step: Step, number: int, first: Step | None, times: int) -> _Repeat:
-        axes, line = over(exchange_axes(step)), line_of(step)
+        axes, line = over(exchange_axes(step)), step.line
         why = (
             f'nothing from which the array is computed differs along {axes}, so that all devices '
             'have the same'
@@ -222,7 +222,7 @@ class _Search:
         )
         if first is not None:
             why = (
-                f'the array is summed over {axes} at {line_of(first)} already, so that all devices '
+                f'the array is summed over {axes} at {first.line} already, so that all devices '
                 'have the same'
             )
         return _Repeat(
@@ -230,7 +230,7 @@ class _Search:
             saved=self._bytes(step) * times,
             why=why,
             text=text,
-            edit=NeedlessSum(step.place.equation, step.params.get('number', number)),
+            edit=RepeatedStep(step.place.equation, step.params.get('number', number)),
         )
 
     def _summed_before(self, value: Value, axes: set[str]) -> Step | None:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from meshwright.causes.row_axes import ROW_AXES
 from meshwright.findings.forward_layouts import DENSE_PRODUCTS
 from meshwright.findings.program_facts import ProgramFacts, free_dimension
-from meshwright.findings.wording import and_more, axes_str, line_of, type_str
+from meshwright.findings.wording import and_more, axes_str, type_str
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.values import Axes, Step
 from partitioning.amounts import bytes_str, bytes_strs, share_str
@@ -244,7 +244,7 @@ def find_constants(facts: ProgramFacts) -> Iterator[Finding]:
         yield Finding(
             'warning',
             'constant',
-            line_of(users[id(constant)]),
+            users[id(constant)].line,
             f'the function closes over {type_str(value)}{outside}: its '
             f'{bytes_str(value.nbytes)} are a constant of the program, whole on every device, and '
             'make compiling slower; pass it as an argument with a sharding',
@@ -270,4 +270,4 @@ def _last(path: str) -> str:
 
 def _used_at(facts: ProgramFacts, i: int) -> str:
     uses = facts.uses.get(facts.path(i))
-    return f'; it is used at {line_of(uses[0])}' if uses else ''
+    return f'; it is used at {uses[0].line}' if uses else ''

@@ -18,7 +18,6 @@ from meshwright.causes.cause import over
 from meshwright.causes.row_axes import ROW_AXES
 from meshwright.findings.forward_layouts import DENSE_PRODUCTS
 from meshwright.findings.program_facts import ProgramFacts, axes_lost
-from meshwright.findings.wording import line_of
 from meshwright.jaxpr.primitives import MOVES
 from meshwright.jaxpr.values import Axes, Step, Value, ties
 from partitioning.amounts import bytes_str, bytes_strs
@@ -49,7 +48,7 @@ def find_gathered_layers(facts: ProgramFacts) -> Iterator[Finding]:
     """Constraints that make the weights of several layers whole before the first one is used."""
     by_line: dict[tuple[str, Axes], list[_Gather]] = collections.defaultdict(list)
     for one in _of_stacks(facts):
-        by_line[line_of(one.step), one.axes].append(one)
+        by_line[one.step.line, one.axes].append(one)
     recomputed = set(_recomputed(facts))
     kept = any(step.place.is_backward for step in facts.steps)
     given = sum(map(facts.shard_bytes, range(len(facts.held))))
@@ -80,7 +79,7 @@ def _describe(
         'gathered layers',
         line,
         f'this constraint makes {first.step.inputs[0].argument}{more} whole along {over(axes)} '
-        f'before the loop at {line_of(user)}: each device holds all {layers} layers, {whole}, '
+        f'before the loop at {user.line}: each device holds all {layers} layers, {whole}, '
         f'where one layer is {one}; write the constraint on the weights of one layer, inside of '
         f'the loop{checkpoint}{more_sent}',
     )

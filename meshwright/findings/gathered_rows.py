@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from meshwright.findings.forward_layouts import DENSE_PRODUCTS
 from meshwright.findings.product_checks import LEAST, in_place_of, paths
 from meshwright.findings.program_facts import ProgramFacts
-from meshwright.findings.wording import axes_str, line_of, type_str
+from meshwright.findings.wording import axes_str, type_str
 from meshwright.jaxpr.primitives import CONSTRAINTS, ELEMENTWISE, MOVES, PAIRWISE
 from meshwright.jaxpr.values import Axes, Step, Value, readers_of
 from partitioning.plan.findings import Finding
@@ -36,7 +36,7 @@ def find_gathered_rows(facts: ProgramFacts) -> Iterator[Finding]:
         before = {a: d for d, own in enumerate(given.axes) for a in own or ()}
         after = {a for own in made.axes for a in own or ()}
         for axis in before.keys() - after:
-            line = line_of(step)
+            line = step.line
             if axis not in facts.first_axes or line in seen:
                 continue
             if made.shard_bytes(facts.sizes) < max(LEAST, batch // 8):

@@ -10,7 +10,7 @@ from meshwright.causes.cause import over
 from meshwright.causes.row_axes import ROW_AXES
 from meshwright.findings.forward_layouts import DENSE_PRODUCTS
 from meshwright.findings.program_facts import ProgramFacts, axes_lost, free_dimension
-from meshwright.findings.wording import axes_str, line_of, type_str
+from meshwright.findings.wording import axes_str, type_str
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.primitives import MOVES
 from meshwright.jaxpr.values import Step, Value
@@ -50,9 +50,9 @@ def find_cut_products(facts: ProgramFacts) -> Iterator[Finding]:
             continue  # see `shard_map_checks`
         constraint = _constraint_before(other, axis)
         if constraint is None:
-            found[line_of(step), axis, axes_str(weight.axes)].append((step, number, d))
-        elif line_of(constraint) not in lines:
-            lines.add(line_of(constraint))
+            found[step.line, axis, axes_str(weight.axes)].append((step, number, d))
+        elif constraint.line not in lines:
+            lines.add(constraint.line)
             yield _describe_gathered(facts, axis, constraint, step, weight)
     for (line, axis, _), group in found.items():
         yield Finding('warning', 'cut product', line, _describe_cut(facts, axis, group))
@@ -128,9 +128,9 @@ def _describe_gathered(
     return Finding(
         'warning',
         'gathered activation',
-        line_of(constraint),
+        constraint.line,
         f'this constraint makes {type_str(made)} whole along {axis!r}, and the product at '
-        f'{line_of(product)} sums over a dimension of {weight.argument} that is sharded along it: '
+        f'{product.line} sums over a dimension of {weight.argument} that is sharded along it: '
         f'each device gets {in_place_of(facts, made, given)}, and uses a part of it; write '
         f'{axes_str(kept)}',
     )
@@ -182,7 +182,7 @@ def find_indivisible_constraints(facts: ProgramFacts) -> Iterator[Finding]:
     made = (value for step in facts.steps for value in step.outputs)
     for value, d, axes, shards in uneven_constraints(made, facts.sizes):
         assert value.maker is not None
-        n, key = value.shape[d], (line_of(value.maker), d)
+        n, key = value.shape[d], (value.maker.line, d)
         if key in seen:
             continue
         seen.add(key)
@@ -208,7 +208,7 @@ def find_host_work(facts: ProgramFacts) -> Iterator[Finding]:
     seen = set[tuple[str, str]]()
     host = {facts.path(i) for i, v in enumerate(facts.block.inputs) if v.on_host}
     for step in facts.steps:
-        key = step.name, line_of(step)
+        key = step.name, step.line
         if key in seen:
             continue
         if step.name in _CALLBACKS:

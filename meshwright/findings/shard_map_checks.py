@@ -8,7 +8,7 @@ from meshwright.advice import of_shard_maps
 from meshwright.advice.of_shard_maps import WholeShardMap, divide_shard_map
 from meshwright.findings.product_checks import LEAST, border_before, is_meant, split_sums
 from meshwright.findings.program_facts import ProgramFacts
-from meshwright.findings.wording import axes_str, line_of, type_str
+from meshwright.findings.wording import axes_str, type_str
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.mapped_dimensions import MappedFunction, find_mapped_functions
 from meshwright.jaxpr.values import Step
@@ -36,7 +36,7 @@ def find_whole_shard_maps(facts: ProgramFacts) -> Iterator[Finding]:
             divided = divide_shard_map(mapped, axis, border.inputs[0], e, facts.sizes)
             if divided is not None and divided.line not in lines:
                 lines.add(divided.line)
-                why = f'has a result of which the product at {line_of(product)} uses a part on each'
+                why = f'has a result of which the product at {product.line} uses a part on each'
                 yield _finding(facts, divided, why)
 
 

@@ -7,20 +7,13 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from meshwright.jaxpr.values import Axes, Step, Value
-from meshwright.user_lines import user_line
+from meshwright.jaxpr.values import Axes, Value
 from partitioning.rules import from_tuple, spec_str
 
 
 def axes_str(axes: Sequence[Axes | None]) -> str:
     """The mesh axes of each dimension as code: `P('data', None)`."""
     return spec_str(PartitionSpec(*(from_tuple(own or ()) for own in axes)))
-
-
-def line_of(step: Step) -> str:
-    """The 'file:line' of the user that an operation comes from."""
-    helpers = step.outputs[0].helpers if step.outputs else frozenset[str]()
-    return user_line(step.place.lines, helpers) or step.place.source
 
 
 def type_str(value: Value) -> str:

@@ -10,7 +10,6 @@ from meshwright.jaxpr.memory_estimate import array_name
 from meshwright.jaxpr.tracing import TracedProgram
 from meshwright.jaxpr.values import Axes, Block, Step
 from meshwright.program.collectives import RING_SHARES, Collective
-from meshwright.user_lines import user_line
 
 
 def list_collectives(traced: TracedProgram) -> tuple[Collective, ...]:
@@ -70,7 +69,7 @@ def exchanges_of(step: Step, axes: Axes, traced: TracedProgram, times: int) -> I
             wire_bytes=RING_SHARES[kind](size) * nbytes * share,
             count=times,
             op_name=step.op_name,
-            source=user_line(step.place.lines) or step.place.source,
+            source=step.line,
             asynchronous=None,  # only a compiler decides it
             places=places,
         )

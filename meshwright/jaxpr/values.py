@@ -243,6 +243,12 @@ class Step:
     factors: Factors | None = None
 
     @property
+    def line(self) -> str:
+        """The 'file:line' of the user that it comes from."""
+        helpers = self.outputs[0].helpers if self.outputs else frozenset[str]()
+        return user_line(self.place.lines, helpers) or self.place.source
+
+    @property
     def op_name(self) -> str:
         """The path of the jax operation."""
         return f'{self.place.path}/{self.name}' if self.place.path else self.name
