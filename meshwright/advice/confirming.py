@@ -53,7 +53,9 @@ def compile_variants(
         if not left:
             kept += [v for v in advised.variants if v.helps]
     for number, variant in enumerate(variants):
-        if number >= most and any(v.compiled and _is_mended(v.compiled, advised) for v in kept):
+        is_expert = variant.candidate in advised.experts
+        mended = any(v.compiled and _is_mended(v.compiled, advised) for v in kept)
+        if number >= most and mended and not is_expert:
             break
         after = None
         with contextlib.suppress(Exception):  # a function that cannot be made has no figures
@@ -63,7 +65,6 @@ def compile_variants(
             effect = _effect(before, after)
             kept.append(dataclasses.replace(variant, compiled=effect, gone=after.gone(before)))
             more = variants[number + 1 : number + 2]
-            is_expert = variant.candidate in advised.experts
             if until_first and not (is_expert and more and more[0].candidate in advised.experts):
                 kept += [v for v in advised.variants[number + 1 :] if v.helps]
                 break

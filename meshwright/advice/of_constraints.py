@@ -11,6 +11,7 @@ the batch are sharded over 'data' and the columns of the parameter that makes it
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from meshwright.advice.candidates import Candidate
@@ -26,6 +27,7 @@ from partitioning.products.flops import PRODUCTS
 _MOST = 3  # constraints that only compiling can judge
 _MOVING = ('all-gather', 'all-to-all', 'collective-permute')
 _ADDED, _KEPT = 0.7, 0.3  # the weights of new constraints, next to other layouts of old ones
+_AFTER = 0.97  # the weight of a second constraint, next to another layout of the first
 _MOVED = ('all-gather', 'all-to-all')  # exchanges that layouts imply
 _ELSEWHERE = 0.85  # the weight of a layout that only its bytes speak for
 _LEFT_OUT = 0.8  # the weight of a gradient without a constraint, next to one like its parameter
@@ -231,7 +233,8 @@ def _source(change: Change) -> str:
 def lay_out_experts(view: FunctionView) -> Iterator[Candidate]:
     """Constraints of one shape, with the experts over the axis of their kernels: each, and all.
 
-    What goes into the experts may need another layout than what comes out of them.
+    What goes into the experts may need another layout than what comes out of them, and may be made
+    in the layout that it has now.
     """
     groups: dict[tuple[tuple[int, ...], object], list[Value]] = collections.defaultdict(list)
     for _, value in view.constraints():
@@ -250,16 +253,19 @@ def lay_out_experts(view: FunctionView) -> Iterator[Candidate]:
         layout[number] = axes
         if view.fits(tuple(layout), shape):
             parts = [make_constraint(one, tuple(layout), replaces=True) for one in group]
-            into = [p for p, one in zip(parts, group, strict=True) if _goes_into(view, one)]
-            yield from map(Candidate, into if len(parts) > 1 else parts)
+            for part, one in zip(parts, group, strict=True):
+                if len(parts) == 1 or _goes_into(view, one):
+                    yield Candidate(part)
+                    yield Candidate(dataclasses.replace(part, replaces=False), weight=_AFTER)
             if len(parts) > 1:
                 yield Candidate(JoinedChange(parts=tuple(parts)))
 
 
 def _goes_into(view: FunctionView, value: Value) -> bool:
     """Whether a product with a parameter takes a value."""
-    products = view.possible.graph.products_of(value)
-    return any(o.argument in view.rows for one in products for o in one.operands)
+    operands = (o for one in view.possible.graph.products_of(value) for o in one.operands)
+    rows = (view.rows.get(one.argument) for one in operands)
+    return any(row is not None and row.role == 'parameters' for row in rows)
 
 
 def _stacks(view: FunctionView) -> Iterator[tuple[int, Axes]]:

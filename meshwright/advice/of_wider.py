@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from meshwright.advice.candidates import Match, Told
 from meshwright.advice.figures import shape_of
-from meshwright.advice.function_view import LEAST, FunctionView, line_of
+from meshwright.advice.function_view import LEAST, FunctionView
 from meshwright.causes.cause import CodeChange, Effect, over
 from meshwright.jaxpr.implied_exchanges import KINDS, exchange_axes
 from meshwright.jaxpr.primitives import ELEMENTWISE, names_in
@@ -64,7 +64,7 @@ def find_wider_exchanges(view: FunctionView) -> Iterator[Told]:
         axes, now = tuple(sorted(exchange_axes(step))), given.shard_bytes(view.sizes)
         cut = search.cut(given, frozenset(axes))
         if now >= LEAST and cut.last is not None and cut.nbytes <= _SMALLER * now:
-            found.setdefault((line_of(step), axes), {}).setdefault(shape_of(given), (step, cut))
+            found.setdefault((step.line, axes), {}).setdefault(shape_of(given), (step, cut))
     for (_, axes), group in found.items():
         yield from _tell(view, axes, group)
 
@@ -109,7 +109,7 @@ def _match(
 ) -> Match:
     return Match(
         axes=axes,
-        lines=frozenset([*_lines(view, step, cut), line_of(step)]),
+        lines=frozenset([*_lines(view, step, cut), step.line]),
         shapes=shapes,
         moves=True,
         also=_Types(frozenset(one.dtype for one in cut.arrays) - {step.inputs[0].dtype}).fits,
