@@ -99,14 +99,21 @@ def _differences(title: str, differences: Sequence[Difference]) -> Iterator[str]
     yield f'| {title} | before | after | why |'
     yield '|---|---|---|---|'
     for one in differences:
-        why = plain_cell(
-            '; '.join(filter(None, (one.at.rule and f'rule {one.at.rule}', one.at.why)))
-        )
-        place = code_cell(f'{one.at.line}: {one.at.text}') if one.at.line else ''
-        after = f'{one.after} ({one.share})' if one.share else one.after
-        cells = [plain_cell(one.name), plain_cell(one.before), plain_cell(after)]
-        yield f'| {" | ".join([*cells, "<br>".join(filter(None, (place, why)))])} |'
+        cells = [one.name, one.before, change_after(one)]
+        yield f'| {" | ".join(map(plain_cell, cells))} | {explained(one)} |'
     yield ''
+
+
+def change_after(one: Difference) -> str:
+    """What something is now, with the relative change of a number."""
+    return f'{one.after} ({one.share})' if one.share else one.after
+
+
+def explained(one: Difference, *more: str) -> str:
+    """A cell with the line, the rule and the reason of a difference, and more lines of Markdown."""
+    place = code_cell(f'{one.at.line}: {one.at.text}') if one.at.line else ''
+    rule = plain_cell(f'rule {one.at.rule}') if one.at.rule else ''
+    return '<br>'.join(filter(None, (place, rule, plain_cell(one.at.why), *more)))
 
 
 def plain_cell(text: str) -> str:

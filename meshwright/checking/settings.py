@@ -120,7 +120,7 @@ def read_settings(root: Path, only: Sequence[str] = ()) -> CheckSettings:
     check_keys(held, _TABLE, '[tool.meshwright]')
     goldens = _of_type(held.get('goldens', {}), dict, 'goldens', 'tables')
     programs = tuple(_program(name, given) for name, given in goldens.items())
-    tests = _texts(held.get('tests', ()), 'tests')
+    tests = read_texts(held.get('tests', ()), '[tool.meshwright] tests')
     if not programs and not tests:
         tests = _find_tests(root, table)
     for test in tests:
@@ -213,9 +213,10 @@ def _find_tests(root: Path, table: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _texts(given: Any, name: str) -> tuple[str, ...]:
+def read_texts(given: Any, where: str) -> tuple[str, ...]:
+    """The texts of a list; a ValueError if it is none."""
     if not isinstance(given, list | tuple) or not all(isinstance(x, str) for x in given):
-        raise ValueError(f'[tool.meshwright] {name} = {given!r}: write a list of paths')
+        raise ValueError(f'{where} = {given!r}: write a list of texts')
     return tuple(given)
 
 

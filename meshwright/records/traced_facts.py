@@ -13,8 +13,8 @@ import itertools
 import linecache
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 
@@ -56,6 +56,8 @@ _SUMS = names_in('reduce_sum cumsum cumlogsumexp reduce_prod')
 _MOST_LINES = 16  # of one kind
 _CALLERS = 3  # lines of each call stack
 _LONGEST = 80  # characters of a line
+
+_Key = TypeVar('_Key', str, tuple[Any, ...])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,22 +162,36 @@ def _constraints(
         if one.equation.primitive.name in CONSTRAINTS and one.is_forward
     ]
     helpers = find_helpers([(one.stack, str(sharding)) for one, sharding in stated])
-    counts: collections.Counter[tuple[tuple[int, ...], str]] = collections.Counter()
-    lines: dict[tuple[tuple[int, ...], str], list[tuple[str, ...]]] = {}
+    found = []
     for one, sharding in stated:
         shape = tuple(one.equation.outvars[0].aval.shape)
         if not hasattr(sharding, 'spec') or not shape:
             continue
         key = shape, _spec_str(sharding.spec, len(shape), sizes)
-        counts[key] += one.times
         own = [line for line in one.stack if not is_library(line) and line not in helpers]
-        lines.setdefault(key, []).append(tuple(own[:_CALLERS]))
-    for (shape, spec), count in sorted(counts.items()):
-        at = _places(lines[shape, spec])
+        found.append((key, one.times, own[:_CALLERS]))
+    for (shape, spec), count, at in _add_up(found):
         yield RecordedConstraint(shape=shape, spec=spec, count=count, at=at)
 
 
-def _places(stacks: Sequence[tuple[str, ...]]) -> tuple[At, ...]:
+def _add_up(
+    found: Iterable[tuple[_Key, int, Sequence[str]]],
+) -> Iterator[tuple[_Key, int, tuple[At, ...]]]:
+    """What is executed, by its key: how often, and at which lines.
+
+    Args:
+      found: each key with how often it is executed, and the stack of its lines.
+    """
+    counts: collections.Counter[_Key] = collections.Counter()
+    stacks: dict[_Key, list[Sequence[str]]] = collections.defaultdict(list)
+    for key, times, stack in found:
+        counts[key] += times
+        stacks[key].append(stack)
+    for key in sorted(counts):
+        yield key, counts[key], _places(stacks[key])
+
+
+def _places(stacks: Sequence[Sequence[str]]) -> tuple[At, ...]:
     """The lines of several stacks: first the innermost of each, then those that call these."""
     ordered = [line for level in itertools.zip_longest(*stacks) for line in level if line]
     return tuple(place_of(line) for line in list(dict.fromkeys(ordered))[:_MOST_LINES])
@@ -197,8 +213,7 @@ def _spec_str(spec: Any, rank: int, sizes: Mapping[str, int]) -> str:
 
 
 def _collectives(executed: Sequence[_Executed]) -> Iterator[RecordedCollective]:
-    counts: collections.Counter[tuple[str, tuple[str, ...], str]] = collections.Counter()
-    lines: dict[tuple[str, tuple[str, ...], str], list[tuple[str, ...]]] = {}
+    found = []
     for one in executed:
         name = _COLLECTIVES.get(one.equation.primitive.name)
         if name is None or not one.is_forward:
@@ -207,11 +222,9 @@ def _collectives(executed: Sequence[_Executed]) -> Iterator[RecordedCollective]:
         given = params.get('axes', params.get('axis_name', ()))
         axes = given if isinstance(given, tuple | list) else (given,)
         key = name, tuple(str(axis) for axis in axes), _partners(params)
-        counts[key] += one.times
         own = [line for line in one.stack if not is_library(line)]
-        lines.setdefault(key, []).append(tuple(own[:_CALLERS]))
-    for (name, axes, partners), count in sorted(counts.items()):
-        at = _places(lines[name, axes, partners])
+        found.append((key, one.times, own[:_CALLERS]))
+    for (name, axes, partners), count, at in _add_up(found):
         yield RecordedCollective(name=name, axes=axes, count=count, at=at, partners=partners)
 
 
@@ -232,23 +245,19 @@ def _partners(params: Mapping[str, Any]) -> str:
 
 
 def _checkpoints(executed: Sequence[_Executed]) -> Iterator[RecordedCheckpoint]:
-    counts: collections.Counter[str] = collections.Counter()
-    lines: dict[str, list[tuple[str, ...]]] = {}
+    found = []
     for one in executed:
-        if one.equation.primitive.name not in CHECKPOINTS:
-            continue
-        policy = _policy_name(one.equation.params.get('policy'))
-        counts[policy] += one.times
-        defined = [_defined_at(body) for body in bodies_of(one.equation)]
-        lines.setdefault(policy, []).append((user_line(one.stack), *filter(None, defined)))
-    if counts:  # the names of values matter to policies only
+        if one.equation.primitive.name in CHECKPOINTS:
+            policy = _policy_name(one.equation.params.get('policy'))
+            defined = [_defined_at(body) for body in bodies_of(one.equation)]
+            found.append((policy, one.times, [user_line(one.stack), *filter(None, defined)]))
+    if found:  # the names of values matter to policies only
         for one in executed:
             if one.equation.primitive.name == 'name' and one.is_forward:
                 name = f"name '{one.equation.params['name']}'"
-                counts[name] += one.times
-                lines.setdefault(name, []).append((user_line(one.stack),))
-    for policy, count in sorted(counts.items()):
-        yield RecordedCheckpoint(policy=policy, count=count, at=_places(lines[policy]))
+                found.append((name, one.times, [user_line(one.stack)]))
+    for policy, count, at in _add_up(found):
+        yield RecordedCheckpoint(policy=policy, count=count, at=at)
 
 
 def _defined_at(jaxpr: Any) -> str:

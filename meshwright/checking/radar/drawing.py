@@ -7,11 +7,7 @@ from collections.abc import Iterator, Sequence
 from meshwright.checking.radar.notes import Note, notes_of_change, notes_of_error
 from meshwright.checking.radar.steps import Radar, Step
 from meshwright.checking.radar.summary import (
-    BROKEN,
     LEGEND,
-    MISSING,
-    REPAIRED,
-    SAME,
     category_lines,
     letters_of,
     ordered_changes,
@@ -60,12 +56,7 @@ def _table(radar: Radar, width: int) -> Iterator[str]:
             cells = [(c[1][program.name], _width(c)) for c in shown]
             yield _row(program.name, label, cells)
         yield ''
-    yield from wrapped(
-        f'{LEGEND}; {SAME} the same, {BROKEN} no longer works, {MISSING} does not work, '
-        f'{REPAIRED} works again',
-        width,
-        0,
-    )
+    yield from wrapped(LEGEND, width, 0)
 
 
 def _width(column: Column) -> int:

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from meshwright.checking.markdown import code_cell, plain_cell
+from meshwright.checking.markdown import change_after, explained, plain_cell
 from meshwright.checking.radar.notes import Note, notes_of_change, notes_of_error
 from meshwright.checking.radar.steps import Change, ProgramStep, Radar, Step
 from meshwright.checking.radar.summary import (
-    BROKEN,
     LEGEND,
-    MISSING,
-    REPAIRED,
-    SAME,
     category_lines,
     letters_of,
     ordered_changes,
@@ -82,10 +78,7 @@ def _programs(radar: Radar) -> Iterator[str]:
         held = [program.name, program.machine, *(column[program.name] for column in cells)]
         yield f'| {" | ".join(map(plain_cell, held))} |'
     yield ''
-    yield (
-        f'{LEGEND}; {SAME} the same, {BROKEN} no longer works, {MISSING} does not work, '
-        f'{REPAIRED} works again.'
-    )
+    yield f'{LEGEND}.'
 
 
 def _step(step: Step, notes: Sequence[Note]) -> Iterator[str]:
@@ -112,13 +105,10 @@ def _step(step: Step, notes: Sequence[Note]) -> Iterator[str]:
 def _change(step: Step, program: ProgramStep, change: Change, notes: Sequence[Note]) -> str:
     one = change.difference
     since = f' (since {program.since})' if program.since else ''
-    after = f'{one.after} ({one.share})' if one.share else one.after
-    place = code_cell(f'{one.at.line}: {one.at.text}') if one.at.line else ''
-    rule = f'rule {one.at.rule}' if one.at.rule else ''
-    why = [place, plain_cell(rule), plain_cell(one.at.why)]
-    why += [_linked(note) for note in notes_of_change(step, change, notes)]
-    cells = [program.name + since, one.name, one.before or 'none', after or 'none', change.cause]
-    return f'| {" | ".join(map(plain_cell, cells))} | {"<br>".join(filter(None, why))} |'
+    after = change_after(one) or 'none'
+    cells = [program.name + since, one.name, one.before or 'none', after, change.cause]
+    why = explained(one, *map(_linked, notes_of_change(step, change, notes)))
+    return f'| {" | ".join(map(plain_cell, cells))} | {why} |'
 
 
 def _linked(note: Note) -> str:

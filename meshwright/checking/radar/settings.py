@@ -12,10 +12,9 @@ import dataclasses
 import os
 import tomllib
 from pathlib import Path
-from typing import Any
 
 from meshwright.checking.radar.releases import LOWEST, Release, list_releases, parse_releases
-from meshwright.checking.settings import CheckedProgram, check_keys, read_settings
+from meshwright.checking.settings import CheckedProgram, check_keys, read_settings, read_texts
 
 _KEYS = ('requirements', 'path', 'versions')
 
@@ -78,7 +77,7 @@ def read_radar(root: Path, only: tuple[str, ...] = ()) -> RadarSettings:
     held = table['tool']['meshwright'].get('radar', {})
     where = '[tool.meshwright.radar]'
     check_keys(held, _KEYS, where)
-    lists = {key: _texts(held.get(key, []), f'{where} {key}') for key in _KEYS}
+    lists = {key: read_texts(held.get(key, []), f'{where} {key}') for key in _KEYS}
     folders = tuple(Path(os.path.normpath(root / folder)) for folder in lists['path'])
     for folder in folders:
         if not folder.is_dir():
@@ -86,16 +85,10 @@ def read_radar(root: Path, only: tuple[str, ...] = ()) -> RadarSettings:
     return RadarSettings(
         root=root,
         programs=settings.programs,
-        requirements=tuple(lists['requirements']),
+        requirements=lists['requirements'],
         path=folders,
         versions=','.join(lists['versions']),
     )
-
-
-def _texts(given: Any, where: str) -> list[str]:
-    if not isinstance(given, list) or not all(isinstance(x, str) for x in given):
-        raise ValueError(f'{where} = {given!r}: write a list of texts')
-    return given
 
 
 def default_cache() -> Path:

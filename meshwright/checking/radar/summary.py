@@ -19,8 +19,11 @@ CATEGORIES: tuple[tuple[str, str, tuple[Kind, ...]], ...] = (
     ('c', 'computation', ('machine', 'collective', 'checkpoint', 'precision', 'computation',
                           'recompilation')),
 )  # fmt: skip
-LEGEND = ', '.join(f'{letter} {name}' for letter, name, _ in CATEGORIES)
 BROKEN, REPAIRED, MISSING, SAME = 'broke', 'works', '-', '.'
+LEGEND = (
+    f'{", ".join(f"{letter} {name}" for letter, name, _ in CATEGORIES)}; {SAME} the same, {BROKEN} '
+    f'no longer works, {MISSING} does not work, {REPAIRED} works again'
+)
 
 
 def letters_of(program: ProgramStep) -> str:
