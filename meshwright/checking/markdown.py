@@ -100,7 +100,7 @@ def _differences(title: str, differences: Sequence[Difference]) -> Iterator[str]
     yield '|---|---|---|---|'
     for one in differences:
         cells = [one.name, one.before, change_after(one)]
-        yield f'| {" | ".join(map(plain_cell, cells))} | {explained(one)} |'
+        yield f'| {" | ".join(map(plain_cell, cells))} | {reasons_cell(one)} |'
     yield ''
 
 
@@ -109,7 +109,7 @@ def change_after(one: Difference) -> str:
     return f'{one.after} ({one.share})' if one.share else one.after
 
 
-def explained(one: Difference, *more: str) -> str:
+def reasons_cell(one: Difference, *more: str) -> str:
     """A cell with the line, the rule and the reason of a difference, and more lines of Markdown."""
     place = code_cell(f'{one.at.line}: {one.at.text}') if one.at.line else ''
     rule = plain_cell(f'rule {one.at.rule}') if one.at.rule else ''

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from meshwright.checking.markdown import change_after, explained, plain_cell
+from meshwright.checking.markdown import change_after, plain_cell, reasons_cell
 from meshwright.checking.radar.notes import Note, notes_of_change, notes_of_error
 from meshwright.checking.radar.steps import Change, ProgramStep, Radar, Step
 from meshwright.checking.radar.summary import (
@@ -107,7 +107,7 @@ def _change(step: Step, program: ProgramStep, change: Change, notes: Sequence[No
     since = f' (since {program.since})' if program.since else ''
     after = change_after(one) or 'none'
     cells = [program.name + since, one.name, one.before or 'none', after, change.cause]
-    why = explained(one, *map(_linked, notes_of_change(step, change, notes)))
+    why = reasons_cell(one, *map(_linked, notes_of_change(step, change, notes)))
     return f'| {" | ".join(map(plain_cell, cells))} | {why} |'
 
 
