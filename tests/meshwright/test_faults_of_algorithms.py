@@ -88,6 +88,37 @@ def of_heads(ring):
     return jax.jit(jax.grad(step, (0, 1)))
 
 
+def sample(x, head):
+    return jax.lax.top_k(lay(x @ head, 'data', 'part') / 2, 8)
+
+
+def sample_parts(x, head):
+    def best(x):
+        values, ids = jax.lax.top_k(x, 8)
+        ids += jax.lax.axis_index('part') * x.shape[1]
+        values, ids = (jax.lax.all_gather(v, 'part', axis=1, tiled=True) for v in (values, ids))
+        values, chosen = jax.lax.top_k(values, 8)
+        return values, jnp.take_along_axis(ids, chosen, 1)
+
+    specs = {'in_specs': P('data', 'part'), 'out_specs': P('data')}
+    logits = lay(x @ head, 'data', 'part') / 2
+    return jax.shard_map(best, mesh=make_mesh(), check_vma=False, **specs)(logits)
+
+
+def to_waves(field):
+    return lay(jnp.fft.fftn(lay(field * 2, None, 'part'), axes=(1, 2, 3)), None, None, 'part')
+
+
+def to_waves_by_dimension(field):
+    def transform(u):
+        u = jnp.fft.fftn(u, axes=(2, 3))
+        u = jax.lax.all_to_all(u, 'part', split_axis=2, concat_axis=1, tiled=True)
+        return jnp.fft.fft(u, axis=1)
+
+    specs = {'in_specs': P(None, 'part'), 'out_specs': P(None, None, 'part')}
+    return jax.shard_map(transform, mesh=make_mesh(), **specs)(lay(field * 2, None, 'part'))
+
+
 @dataclasses.dataclass(frozen=True)
 class Fault:
     """A program with a fault, and what is said about it."""
@@ -114,6 +145,20 @@ FAULTS = {
         (struct((64, 8, 16)), struct((64, 2, 16)), struct((4, 128, 64), 'data', 'part')),
         line_of(go_round, 'ppermute'),
         'exchange float32[2, 32, 2, 16] at ',
+    ),
+    'the best of all logits': Fault(
+        jax.jit(sample),
+        jax.jit(sample_parts),
+        (struct((64, 128), 'data'), struct((128, 4096), None, 'part')),
+        line_of(sample, 'top_k'),
+        'take the best 8 of each part of the 4,096 elements at ',
+    ),
+    'a transform of all dimensions': Fault(
+        jax.jit(to_waves),
+        jax.jit(to_waves_by_dimension),
+        (struct((3, 32, 32, 32), None, 'part'),),
+        line_of(to_waves, 'fftn'),
+        'dimensions 2 and 3 of (3, 32, 32, 32), which each device has whole',
     ),
 }
 
