@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from meshwright.advice.candidates import Match, Told
 from meshwright.advice.figures import shape_of
-from meshwright.advice.function_view import LEAST, FunctionView, line_of
+from meshwright.advice.function_view import LEAST, FunctionView
 from meshwright.causes.cause import CodeChange, Effect, over
 from meshwright.causes.wording import spec_text
 from meshwright.jaxpr.primitives import names_in
@@ -83,7 +83,7 @@ def find_whole_operations(view: FunctionView) -> Iterator[Told]:
         one = _read(step, view) if not step.place.is_backward else None
         written = None if one is None else _write(one, view)
         if one is not None and written is not None:
-            key = line_of(step), step.name, shape_of(one.given)
+            key = step.line, step.name, shape_of(one.given)
             if key not in found and (told := _tell(one, written, view)) is not None:
                 found[key] = told
     yield from found.values()
@@ -223,7 +223,7 @@ def _tell(one: _Operation, written: _Written, view: FunctionView) -> Told | None
     shapes = frozenset([shape_of(given), *([shape_of(made)] if one.step.name == 'fft' else [])])
     match = Match(
         axes=tuple(view.sizes),
-        lines=frozenset([line, line_of(one.step)]),
+        lines=frozenset([line, one.step.line]),
         shapes=shapes,
         moves=True,
     )

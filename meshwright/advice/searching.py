@@ -40,6 +40,7 @@ from meshwright.advice.of_constraints import (
     rearrange_constraints,
     replace_constraints,
 )
+from meshwright.advice.of_groups import find_grouped_rows
 from meshwright.advice.of_layers import find_loop_gathers, find_scanned_stacks
 from meshwright.advice.of_products import find_merged_factors, shard_batches
 from meshwright.advice.of_repeats import find_repeated
@@ -82,6 +83,7 @@ _RANKED: tuple[Callable[[FunctionView], Iterator[tuple[float, Candidate]]], ...]
 )
 # What only the author can write, in the order in which an exchange takes its reason from them.
 _TOLD: tuple[Callable[[FunctionView], Iterator[Told]], ...] = (
+    find_grouped_rows,
     find_permuted_rows,
     find_scanned_stacks,
     find_gathered_results,

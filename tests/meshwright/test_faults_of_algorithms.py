@@ -119,6 +119,16 @@ def to_waves_by_dimension(field):
     return jax.shard_map(transform, mesh=make_mesh(), **specs)(lay(field * 2, None, 'part'))
 
 
+def choose(cache, beam):
+    rows = (jnp.arange(64)[:, None] * 4 + beam).reshape(-1)
+    return lay(jnp.take(cache, rows, axis=0), AXES)
+
+
+def choose_in_groups(cache, beam):
+    chosen = jax.vmap(lambda c, b: c[b])(cache.reshape(64, 4, 32, 8), beam)
+    return lay(chosen.reshape(cache.shape), AXES)
+
+
 @dataclasses.dataclass(frozen=True)
 class Fault:
     """A program with a fault, and what is said about it."""
@@ -152,6 +162,13 @@ FAULTS = {
         (struct((64, 128), 'data'), struct((128, 4096), None, 'part')),
         line_of(sample, 'top_k'),
         'take the best 8 of each part of the 4,096 elements at ',
+    ),
+    'rows within groups': Fault(
+        jax.jit(choose),
+        jax.jit(choose_in_groups),
+        (struct((256, 32, 8), AXES), struct((64, 4), AXES, dtype='int32')),
+        line_of(choose, 'jnp.take'),
+        'reshape to (64, 4, ...), use jnp.take_along_axis along dimension 1',
     ),
     'a transform of all dimensions': Fault(
         jax.jit(to_waves),
