@@ -128,8 +128,7 @@ class Resolver:
     def resolve(self, selector: str, statement: Statement) -> Any:
         """gin's record of the configurable that a selector names, or None for one of gin's own.
 
-        `selector` is the name, without scopes. Raises a ConfigError if no object or several objects
-        have the name, or a gin file may not use it.
+        Raises a ConfigError if no object or several have the name, or a gin file may not use it.
         """
         key = id(statement), selector
         if key not in self._found:

@@ -52,12 +52,8 @@ def generate(
       params: its parameters, nested dicts of arrays or an `nnx.State`.
       prompts_BP: int tokens, [batch, tokens of the longest prompt].
       lengths_B: the number of tokens in each prompt, at least 1.
-      key: the random key of the sampling.
       new_tokens: the largest number of tokens to add to a prompt.
-      temperature: the temperature of the softmax. 0 always takes the most likely token.
-      top_k: only the `top_k` most likely tokens are sampled. 0 allows all.
-      top_p: only the most likely tokens whose probabilities add up to `top_p` are sampled. 0 allows
-        all.
+      temperature, top_k, top_p: see `train.evaluators.samples.Samples`.
       num_tokens: only tokens below this number are sampled. By default, all are.
       stop_token: the token that ends a row, without being added to it.
       on_tokens: a function that the host calls, while the devices work, with the number of new

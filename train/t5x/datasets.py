@@ -185,12 +185,8 @@ def held_out_evaluators(
 ) -> dict[str, HeldOut]:
     """Evaluators of the losses of held-out rows. Each task of a mixture has its own.
 
-    Args:
-      model: T5X's model.
-      config: the rows to evaluate.
-      training: the task that the run trains on.
-      every: the number of steps between evaluations. 0 evaluates only at the end.
-      num_batches: the number of batches of each task. None evaluates all.
+    `training` is the task that the run trains on. Without `num_batches`, all batches of each task
+    are evaluated.
     """
     task = config.evaluated_task(model)
     parts = _parts(task)

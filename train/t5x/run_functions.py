@@ -79,12 +79,9 @@ def restored_run(
 ) -> tuple[TrainConfig, list[RestoreConfig]]:
     """The settings of a run that evaluates checkpoints, without evaluators, and the checkpoints.
 
-    Raises a ConfigError if a setting cannot be honoured.
-
-    Args:
-      key: the function that gin files configure, for messages.
-      settings: all its arguments by name.
-      pack: whether a row may hold several examples, by default the setting of the rows.
+    `key` is the function that gin files configure, with these settings. `pack` says whether a row
+    may hold several examples, by default as the rows do. Raises a ConfigError if a setting cannot
+    be honoured.
     """
     why = 'it needs a complete checkpoint'
     check_off(f'{key}.fallback_init_rng', settings['fallback_init_rng'], why)

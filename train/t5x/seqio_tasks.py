@@ -34,10 +34,7 @@ FEATURES = ('inputs', 'targets')
 class Reading:
     """How the examples of a task of seqio are read.
 
-    Attributes:
-      lengths: the numbers of tokens that preprocessors see; see seqio's `sequence_length`.
-      split: the split, or a slice of it.
-      use_cached: whether seqio's own cache of the task is read.
+    `lengths` are the numbers of tokens that preprocessors see; see seqio's `sequence_length`.
     """
 
     lengths: Mapping[str, int] | None = None
