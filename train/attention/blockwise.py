@@ -44,8 +44,8 @@ class Blocks:
 class BlockPairs:
     """Pairs of a block of queries and a block of keys with its values.
 
-    `indices` are the block of queries and the block of keys of each pair, two int32 arrays. Pairs
-    of which the sight is known to see nothing before the program runs are left out.
+    `indices` are two int32 arrays, of the block of queries and of the block of keys of each pair.
+    Pairs of which the sight is known to see nothing before the program runs are left out.
     """
 
     def __init__(self, blocks: Blocks, q_BLHN: Any, k_BSKN: Any, v_BSKN: Any, arrays: Arrays):

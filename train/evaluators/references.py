@@ -85,7 +85,7 @@ class Reference:
 class TaskExamples:
     """Held-out examples of one task, whose rows hold one example each.
 
-    `numbers` are the number of each of these examples among all that are held out.
+    `numbers` has the place of each among all examples that are held out.
     """
 
     part: Part

@@ -256,7 +256,7 @@ class Workload:
     def bytes_of_batch(self, num_devices: int, num_microbatches: int, peak: int) -> float:
         """Returns what a device would need for its part of a batch without microbatches, in bytes.
 
-        `peak` is the peak of a run with a number of microbatches, in bytes.
+        The run with a number of microbatches has the peak `peak`, in bytes.
         """
         of_batch = peak - self.bytes_of_state(num_devices, num_microbatches)
         return max(of_batch, 0.0) * num_microbatches

@@ -37,7 +37,7 @@ SIZES = {
 
 
 class CompiledStep(NamedTuple):
-    """The compiled train step of a run. `costs` are what it costs on each device."""
+    """The train step of a run before and after the compiler, and what it costs on each device."""
 
     run: Run
     step: PartitionedCallable

@@ -131,8 +131,7 @@ def count_shards(layout: Layout, num_devices: int) -> dict[str, int] | None:
 def lay_out(partitioner: BasePartitioner, layout: Layout) -> PjitPartitioner:
     """Returns a partitioner with the mesh and the rules of a preset, and the policies of another.
 
-    `layout` is the preset with its sizes. Raises a ConfigError if the partitioner has no rules that
-    could be replaced.
+    Raises a ConfigError if the partitioner has no rules that could be replaced.
     """
     if not isinstance(partitioner, PjitPartitioner):
         raise ConfigError(

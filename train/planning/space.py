@@ -76,7 +76,7 @@ def choices_for(chip: str) -> Choices:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Space:
-    """The candidates of a search. `dropped` is the number of the others, by reason."""
+    """The candidates of a search. Others were dropped, each number of them for a reason."""
 
     candidates: tuple[Candidate, ...]
     dropped: Mapping[str, int]

@@ -66,11 +66,9 @@ def hold_folder(
 ) -> Iterator[Holding | None]:
     """Holds a folder in a context. All processes of a run enter it together; process 0 holds it.
 
-    Raises a FolderInUse if another run holds it, and a ConfigError if it cannot be written.
-    `folder` is the folder. It is created if it does not exist, and removed if it stays empty.
-
-    Yields:
-      What says whether the folder is still held, or None in processes other than 0.
+    The folder is created if it does not exist, and removed if it stays empty. Yields what says
+    whether it is still held, or None in processes other than 0. Raises a FolderInUse if another
+    run holds it, and a ConfigError if it cannot be written.
     """
     held: Holding | None = None
     try:

@@ -46,7 +46,7 @@ from train.reporting.reports import (
 class PlannedRun:
     """A configuration with the layout of its state and of its batches: all that its steps need.
 
-    `batch` is the ShapeDtypeStructs of a training batch, each [batch, ...].
+    `batch` has the ShapeDtypeStructs of a training batch, each [batch, ...].
     """
 
     config: TrainConfig

@@ -15,10 +15,7 @@ from train.t5x.refusals import refusal
 
 
 class SummaryWriter:
-    """Writes texts and numbers for TensorBoard, by the names of T5X's writers.
-
-    `directory` is the folder of the event files.
-    """
+    """Writes texts and numbers for TensorBoard to a folder, by the names of T5X's writers."""
 
     def __init__(self, directory: epath.Path):
         self._directory = directory

@@ -96,7 +96,7 @@ class SeqioExamples(Source):
 
     The examples are read in the order of the task, and random preprocessing is drawn once. The
     index is built again if the settings or the code of the preprocessors change, but not if the
-    files of the task change: then delete the index. `reading` is how it is read.
+    files of the task change: then delete the index.
     """
 
     task: Any

@@ -127,7 +127,7 @@ class Encoder(nn.Module):
 class Decoder(nn.Module):
     """The decoder's layers, between the embeddings and the logits.
 
-    `embed` is the embeddings of the network. A decoder without an encoder has its own.
+    It uses the embeddings of the network; a decoder without an encoder has its own.
     """
 
     config: T5Config

@@ -24,10 +24,9 @@ _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 
 class LineReader:
-    """Puts the output of one process together, line by line.
+    """Puts the output of one process together, line by line. `last` has the last lines.
 
-    `process` is the index of the process. Lines may begin with it, such as `[2] `; it is removed.
-    `last` is the last lines, without line ends.
+    Lines may begin with the index of the process, such as `[2] `; it is removed.
     """
 
     def __init__(self, process: int) -> None:
