@@ -36,11 +36,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.campaigns import parse_names
-from benchmarks.measured_steps.cases import list_cases
+from benchmarks.measured_steps.cases import forecast_held, list_cases
 from benchmarks.measured_steps.compiling import run_campaign
 from benchmarks.measured_steps.fitted_file import read_fit, write_fit
 from benchmarks.measured_steps.fitting import FREE, FREE_OF_COMPILED, SOFTWARE, Case, Fit, fit_all
-from benchmarks.measured_steps.held import forecast_held
 from benchmarks.measured_steps.own_cases import forecast_rows, print_own
 from benchmarks.measured_steps.own_programs import Programs, run_campaign as run_own
 from benchmarks.measured_steps.records import TRACED, read_records, trace_all, write_records
