@@ -106,14 +106,3 @@ def test_the_program_that_makes_a_state_has_no_whole_array():
     text = compiled.as_text()  # the program of one device
     assert '[12,12]' in text and '[3,12,20]' in text
     assert '[48,24]' not in text and '[3,24,40]' not in text and '[40]' not in text
-
-
-def test_arguments_of_init():
-    partitioner = partitioner_over('4x2')
-    state = partitioner.init(
-        lambda scale, shift: {'w': box(scale * jnp.ones((8, 8)) + shift['by'], ('embed', 'mlp'))},
-        jnp.float32(3),
-        {'by': np.arange(8.0, dtype='float32')},
-    )
-    np.testing.assert_array_equal(state['w'], np.tile(3 + np.arange(8.0), (8, 1)))
-    assert shard_shapes(state) == {'w': (2, 4)}

@@ -296,15 +296,6 @@ def test_such_an_axis_in_a_checkpoint_is_an_error_of_the_partitioned_function(ty
         partitioner.partition(step, P('data'), None)(x)
 
 
-@pytest.mark.parametrize('types', ['explicit', 'explicit and auto'])
-def test_vmap_over_a_dimension_that_explicit_axes_shard(types):
-    with jax.set_mesh(mesh_of(types)):
-        x = jax.device_put(jnp.stack([X] * 4), P('data'))
-        y = jax.jit(jax.vmap(lambda x: constrain(x * 2, ('no', 'embed'), RULES)))(x)
-    assert tuple(y.sharding.spec) == ('data', None, 'model')
-    np.testing.assert_array_equal(y, x * 2)
-
-
 # What XLA does with it.
 
 

@@ -123,16 +123,6 @@ def test_fields_of_converted_boxes():
     assert not is_box(linen['batch_stats']['norm']['mean'])
 
 
-def named_params():
-    """Parameters with logical names, which all three carriers can hold."""
-    return {
-        'params': {
-            'up': {'kernel': box((8, 4), 'embed', 'mlp'), 'bias': box((4,), 'mlp')},
-            'down': {'kernel': box((4, 8), 'mlp', None)},
-        }
-    }
-
-
 class T5xModel(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -177,13 +167,6 @@ def test_a_linen_model_becomes_an_nnx_model():
     nnx.update(model, to_nnx_state(made))
     np.testing.assert_array_equal(model(x), Linen().apply(unbox(made), x))
     assert model.up.kernel.get_metadata()['out_sharding'] == ('embed', 'mlp')
-
-
-def test_abstract_states():
-    abstract = jax.eval_shape(named_params)
-    kernel = to_nnx_state(abstract)['up']['kernel']
-    assert kernel.get_value() is abstract['params']['up']['kernel'].value
-    assert to_linen_boxes(to_nnx_state(abstract)) == abstract
 
 
 # Arrays and trees that cannot be converted.

@@ -88,14 +88,6 @@ def test_names_move_as_dimensions_do(names, data):
     assert np.take(np.zeros(stacked), 0, axis=index).shape == tuple(sizes)
 
 
-@settings(max_examples=100)
-@given(NAMES.filter(bool), st.data())
-def test_add_axis_undoes_remove_axis(names, data):
-    """The contract of flax, at every index, negative ones included."""
-    index = data.draw(st.integers(-len(names), len(names) - 1))
-    assert add_axis(remove_axis(names, index, names[index]), index, names[index]) == tuple(names)
-
-
 @pytest.mark.parametrize(
     'index, name, message',
     [

@@ -193,17 +193,3 @@ def test_nothing_is_laid_out_without_a_mesh():
     with constrain_outputs(outputs(fc2=P('data'))):
         out = Mlp().apply(variables_of(Mlp()), X)
     assert out.sharding.num_devices == 1
-
-
-def test_plans_within_plans():
-    model, variables = Mlp(), variables_of(Mlp())
-
-    def apply(variables, x):
-        with constrain_outputs(outputs(fc1=P('data'))), constrain_outputs(outputs(fc2=P('model'))):
-            return model.apply(variables, x)
-
-    with jax.set_mesh(MESH):
-        jaxpr = str(jax.make_jaxpr(apply)(variables, X))
-        assert has_spec(jax.jit(apply)(variables, X), P('model'))
-    assert jaxpr.count('sharding_constraint') == 2
-    model.apply(variables, X)  # no interceptor is left behind

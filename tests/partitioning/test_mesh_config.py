@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from mock_devices import cpus, gpus, ids, sorted_ids, tpu_slices, tpus, v3_4x4
+from mock_devices import cpus, gpus, ids, tpu_slices, tpus, v3_4x4
 
 from partitioning.mesh import MeshConfig
 
@@ -126,15 +126,6 @@ def test_t5x_order_of_any_axes():
     assert ids(mesh)[0] == [[0, 1, 2, 3], [8, 9, 10, 11]]
     tile = MeshConfig(axes=axes, order='t5x', model_parallel_submesh=(2, 1, 1, 2), devices=v3_4x4())
     assert ids(tile.build()) == ids(mesh)
-
-
-def test_experts_follow_the_data_axis():
-    config = MeshConfig(axes={'data': 4, 'fsdp': 2}, num_expert_partitions=2)
-    mesh = config.build()
-    assert dict(mesh.shape) == {'data': 2, 'expert': 2, 'fsdp': 2}
-    assert sorted_ids(mesh) == list(range(8))
-    types = ('auto', 'explicit', 'auto')
-    assert dataclasses.replace(config, axis_types=types).build().axis_types[1] == AxisType.Explicit
 
 
 # Contradictions, found before any device is looked for.

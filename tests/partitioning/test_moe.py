@@ -5,14 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
-from mock_devices import tpu_slices, tpus
+from mock_devices import tpus
 
 from partitioning import MoePjitPartitioner
 from partitioning.mesh.aliases import default_moe_mesh
 
 pytestmark = pytest.mark.core
-
-AXES = ('data', 'expert', 'model')
 
 
 def v3_2x2():
@@ -20,17 +18,6 @@ def v3_2x2():
 
 
 # The mesh.
-
-
-@pytest.mark.parametrize('experts, data', [(1, 4), (2, 2), (4, 1), (8, 1)])
-@pytest.mark.parametrize('slices', [2, 4])
-def test_experts_stay_within_a_slice(slices, experts, data):
-    devices = tpu_slices(slices, (2, 2, 2), 'TPU v4')
-    mesh = default_moe_mesh(experts, 2, devices=devices)
-    assert mesh.axis_names == ('replica', *AXES)
-    assert mesh.devices.shape == (slices, data, 4 // data, 2)
-    for i, replica in enumerate(mesh.devices):
-        assert {d.slice_index for d in replica.flat} == {i}
 
 
 @pytest.mark.parametrize('experts', [0, -2, True, 2.0, '2', None])

@@ -34,20 +34,6 @@ def test_a_given_mesh_decides_alone(mesh, settings):
     assert all(name in str(error.value) for name in settings)
 
 
-@pytest.mark.parametrize(
-    'mesh',
-    [
-        MeshConfig(axes={'data': -1, 'model': 2}, devices=jax.devices()[4:]),
-        MeshConfig.from_t5x(num_partitions=2, devices=jax.devices()[4:]),
-    ],
-)
-def test_a_description_of_a_mesh(mesh):
-    partitioner = PjitPartitioner(mesh=mesh)
-    assert partitioner.mesh is partitioner.mesh  # it is made once
-    assert dict(partitioner.mesh.shape) == {'data': 2, 'model': 2}
-    assert set(partitioner.mesh.devices.flat) == set(jax.devices()[4:])
-
-
 def test_default_rules():
     assert PjitPartitioner(1).logical_axis_rules == tuple(standard_logical_axis_rules())
     assert PjitPartitioner(1, logical_axis_rules=()).logical_axis_rules == ()

@@ -4,7 +4,7 @@ import flax.linen as nn
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from mock_devices import tpu_slices, tpus
+from mock_devices import tpu_slices
 
 from partitioning import (
     MeshConfig,
@@ -41,21 +41,6 @@ def test_rules_for_one_slice_on_a_mesh_of_several(settings):
     partitioner = PjitPartitioner(**settings, logical_axis_rules=RULES)
     assert partitioner.logical_axis_rules == (('batch', ('replica', 'data')), *RULES[1:])
     assert partitioner.data_partition_spec == P(('replica', 'data'))
-
-
-@pytest.mark.parametrize(
-    'settings',
-    [
-        {'num_partitions': 2},
-        {'mesh': MeshConfig.from_t5x(4, devices=tpus((2, 2, 2), 'TPU v4'))},
-        {'mesh': create_mesh((1, 4, 2), ('pod', 'data', 'model'))},
-    ],
-)
-def test_rules_stay_where_no_replica_was_made(settings):
-    partitioner = PjitPartitioner(**settings, logical_axis_rules=RULES)
-    assert partitioner.logical_axis_rules == tuple(RULES)
-    assert partitioner.data_partition_spec == P('data')
-    assert BasePjitPartitioner(**settings).data_partition_spec == P('data')
 
 
 def test_rules_for_a_given_mesh_stay_as_they_are(caplog):

@@ -57,14 +57,6 @@ def test_hops_by_hand():
     assert (cores.mean_hops, cores.worst_hops) == (0.0, 0)
 
 
-def test_wrap_on_request():
-    mesh = create_mesh((4, 4), ('a', 'b'), devices=tpus((4, 4, 1), 'TPU v5 lite'))
-    assert [r.mean_hops for r in axis_rings(mesh, wrap=PLANE)] == [1.0, 1.0]
-    cube = create_mesh((16, 4), ('a', 'b'), devices=tpus((4, 4, 4), 'TPU v4'))
-    assert axis_rings(cube)[1].mean_hops == 1.0
-    assert axis_rings(cube, wrap=NONE)[1].mean_hops == 1.5
-
-
 def test_a_reshape_is_five_times_as_far():
     """512 chips of v5p in the order of their numbers are 5.1 hops apart, and 1.1 in ours."""
     devices = sorted(tpus((8, 8, 8), 'TPU v5'), key=lambda d: (d.process_index, d.id))

@@ -41,30 +41,6 @@ def test_the_batch_is_sharded_over_all_data_axes(mesh_axes, batch):
     assert rules_of(*mesh_axes)[0] == ('batch', batch)
 
 
-ADDED = {
-    'fsdp': [('embed', 'fsdp')],
-    'sequence': [('length', 'sequence')],
-    'stage': [('stage', 'stage')],
-    'expert': [
-        ('expert', 'expert'),
-        ('expert_mlp', 'model'),
-        ('expert_group', None),
-        ('expert_replicas', 'data'),
-        ('unmodeled', None),
-    ],
-    'replica': [],
-}
-
-
-@pytest.mark.parametrize('axis', ADDED)
-def test_an_additional_axis(axis):
-    """The mesh gets the rules of the axis, and all other rules stay the same."""
-    plain = {rule for rule in standard_logical_axis_rules() if rule[0] != 'batch'}
-    rules = {rule for rule in rules_of('data', axis, 'model') if rule[0] != 'batch'}
-    names = {name for name, _ in ADDED[axis]}
-    assert rules == {rule for rule in plain if rule[0] not in names} | set(ADDED[axis])
-
-
 @pytest.mark.parametrize('axis', ['fsdp', 'sequence', 'stage', 'expert', 'replica'])
 def test_no_rule_names_an_axis_that_the_mesh_lacks(axis):
     for mesh_axes in ((axis,), ('data', axis), (axis, 'model')):

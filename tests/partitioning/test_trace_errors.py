@@ -67,14 +67,6 @@ def test_a_spec_with_a_wrong_mesh_axis():
         partitioner_of().partition(step, None, None)(X)
 
 
-def test_other_errors_are_unchanged():
-    def step(x):
-        raise KeyError('of the user')
-
-    with pytest.raises(KeyError, match='of the user'):
-        partitioner_of().partition(step, None, None)(X)
-
-
 # Layers over Explicit axes.
 
 
