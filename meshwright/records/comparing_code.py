@@ -16,7 +16,7 @@ from meshwright.records.record import (
 )
 from meshwright.records.renamed import Pair
 from partitioning.amounts import share_str
-from partitioning.plan.tables import shape_str
+from partitioning.plan.tables import count, shape_str
 
 _SAME_FLOPS = 1e-3  # the share by which FLOPs may differ
 # If a loop is written out, the first layer may need no gradient of its input, a third of its FLOPs.
@@ -78,19 +78,19 @@ def _constraints(
     left, new = left - new, new - left
     if shapes_changed:  # then the same layout of another shape is what the code said before
         _drop_equal_specs(left, new)
-    for (shape, spec), count in sorted(left.items()):
+    for (shape, spec), times in sorted(left.items()):
         for other, spec_now in sorted(new):
-            moved = min(count, new[other, spec_now])
+            moved = min(times, new[other, spec_now])
             if other != shape or not moved:
                 continue
             yield _constraint(shape, spec, spec_now, moved, added((other, spec_now)))
             new[other, spec_now] -= moved
-            count -= moved
-        if count:
-            yield _constraint(shape, spec, '', count, gone((shape, spec)))
-    for (shape, spec), count in sorted(new.items()):
-        if count:
-            yield _constraint(shape, '', spec, count, added((shape, spec)))
+            times -= moved
+        if times:
+            yield _constraint(shape, spec, '', times, gone((shape, spec)))
+    for (shape, spec), times in sorted(new.items()):
+        if times:
+            yield _constraint(shape, '', spec, times, added((shape, spec)))
 
 
 def _drop_equal_specs(
@@ -105,8 +105,8 @@ def _drop_equal_specs(
                 new[other, spec_now] -= same
 
 
-def _constraint(shape: tuple[int, ...], before: str, after: str, count: int, at: At) -> Difference:
-    times = f', {count:,} times' if count > 1 else ''
+def _constraint(shape: tuple[int, ...], before: str, after: str, number: int, at: At) -> Difference:
+    times = f', {number:,} times' if number > 1 else ''
     subject = f'layout of {shape_str(shape)} in the code{times}'
     return Difference(kind='constraint', subject=subject, before=before, after=after, at=at)
 
@@ -136,9 +136,9 @@ def _collectives(
 def _asked_for(held: Sequence[RecordedCollective], with_partners: bool) -> str:
     """How often an exchange is executed, and between which devices if these are others."""
     if not with_partners:
-        return f'{sum(c.count for c in held):,} times' if held else ''
+        return count(sum(c.count for c in held), 'time') if held else ''
     return '; '.join(
-        f'{c.count:,} times{f", devices {c.partners}" if c.partners else ""}' for c in held
+        count(c.count, 'time') + (f', devices {c.partners}' if c.partners else '') for c in held
     )
 
 

@@ -222,8 +222,8 @@ def test_other_partners_of_an_exchange_are_missed():
     [change] = compare_records(opened, closed)
     assert (change.kind, change.before, change.after) == (
         'collective',
-        '1 times, devices 0-6 by +1',
-        '1 times, devices 0-6 by +1, 7 by -7',
+        '1 time, devices 0-6 by +1',
+        '1 time, devices 0-6 by +1, 7 by -7',
     )
     assert not compare_records(closed, of(ring[::-1]))
     [asked] = closed.collectives
