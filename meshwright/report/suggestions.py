@@ -103,6 +103,7 @@ def nothing_to_change(forecast: Forecast) -> str:
 
 
 def _of_exchanges(forecast: Forecast) -> Iterator[tuple[int, Suggestion]]:
+    """The changes of exchanges, without those that nobody tried and that could not save much."""
     total = sum(c.total_bytes for c, _ in forecast.collectives)
     bytes_of: dict[str, float] = collections.defaultdict(float)
     causes: dict[str, Cause] = {}
@@ -112,6 +113,8 @@ def _of_exchanges(forecast: Forecast) -> Iterator[tuple[int, Suggestion]]:
             causes.setdefault(cause.change, cause)
     exposed = _exposed(forecast)
     for change, cause in causes.items():
+        if cause.effect is None and bytes_of[change] < _MUCH * total:
+            continue
         saved, smaller, seconds = _UNKNOWN * bytes_of[change] / total, 0.0, None
         if cause.effect is not None:
             saved, smaller = _share(cause.effect.sent), _share(cause.effect.peak)

@@ -203,3 +203,29 @@ def test_a_mask_of_each_row_is_sharded_like_its_batch_but_no_table_and_not_a_num
 
     ids, factors = struct(mesh, (ROWS,), 'data', dtype='int32'), struct(mesh, (ROWS,))
     assert not lint(jax.jit(look_up, donate_argnums=0), args[0], ids, factors, compile=False)
+
+
+def test_a_small_exchange_that_nobody_tried_to_avoid_is_no_suggestion():
+    mesh = make_mesh(model=8)
+
+    def constrain(x, *spec):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+    def best_token(x, up, down, head):
+        x = constrain((x @ up) @ down)  # a sum of 8 rows of WIDTH numbers, which it needs
+        parts = constrain((x @ head).reshape(8, 8, -1), None, 'model')
+        part = parts.max(-1).argmax(-1, keepdims=True)
+        where = jnp.take_along_axis(parts.argmax(-1), part, -1)  # 8 x 8 numbers
+        return part * parts.shape[-1] + where
+
+    made = forecast(
+        jax.jit(best_token),
+        struct(mesh, (8, WIDTH)),
+        struct(mesh, (WIDTH, 8 * WIDTH), None, 'model'),
+        struct(mesh, (8 * WIDTH, WIDTH), 'model'),
+        struct(mesh, (WIDTH, 64 * WIDTH), None, 'model'),
+        confirm=False,
+    )
+    changes = [(c, cause.change) for c, cause in made.collectives if cause and cause.change]
+    assert 0 < sum(c.total_bytes for c, _ in changes) < 0.02 * sent(made)
+    assert not list_suggestions(made)
