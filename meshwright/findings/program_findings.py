@@ -10,6 +10,7 @@ from meshwright.calls.held import HeldArray
 from meshwright.findings import (
     array_checks,
     call_checks,
+    frozen_checks,
     gathered_layers,
     gathered_rows,
     product_checks,
@@ -34,6 +35,7 @@ _CHECKS: tuple[Callable[[ProgramFacts], Iterator[Finding]], ...] = (
     gathered_rows.find_gathered_rows,
     gathered_layers.find_gathered_layers,
     product_checks.find_indivisible_constraints,
+    frozen_checks.find_frozen_states,
     array_checks.find_unlike_optimizer_states,
     array_checks.find_constants,
     call_checks.find_changed_layouts,

@@ -10,11 +10,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from plain_steps import line_of
 
-from meshwright import forecast
+from meshwright import forecast, lint
 
 AXES, TURN = ('data', 'part'), [(i, (i + 1) % 4) for i in range(4)]
 
@@ -192,3 +193,33 @@ def test_the_first_change_is_another_order(kind):
     assert cause.source.endswith(fault.line) and fault.text in cause.change
     assert cause.effect.sent == (sent(made), pytest.approx(sent(good), rel=0.05))
     assert not any(cause and cause.change for _, cause in good.collectives)
+
+
+def fine_tune(optimizer):
+    """A step that trains the head of a model, and its arguments."""
+
+    def step(params, state, batch):
+        def loss(params):
+            return jnp.mean((jnp.tanh(batch @ params['base']) @ params['head']) ** 2)
+
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {'base': struct((256, 512)), 'head': struct((512, 16))}
+    state = jax.tree.map(
+        lambda x: struct(x.shape, dtype=x.dtype), jax.eval_shape(optimizer.init, params)
+    )
+    return step, (params, state, struct((64, 256), AXES))
+
+
+def test_moments_of_frozen_parameters_are_told():
+    """Two moments of 256 * 512 float32 numbers, and none if the optimizer sees the head only."""
+    frozen, trained = {'base': True, 'head': False}, {'base': False, 'head': True}
+    still = optax.masked(optax.set_to_zero(), frozen)
+    for adam, count in ((optax.adam(1e-3), 1), (optax.masked(optax.adam(1e-3), trained), 0)):
+        step, args = fine_tune(optax.chain(adam, still))
+        found = lint(jax.jit(step, donate_argnums=(0, 1)), *args, compile=False)
+        assert [f.kind for f in found] == ['frozen parameters'] * count
+        assert all('params/base is returned as it came' in f.message for f in found)
+        assert all('1.0 MB on each device' in f.message for f in found)
+        assert all(f.where.endswith(line_of(fine_tune, 'optimizer.update')) for f in found)
