@@ -10,6 +10,7 @@ from meshwright.dry.compiling import CompiledFunction
 from meshwright.dry.script import DryRun
 from meshwright.user_lines import short_source
 from partitioning.amounts import bytes_str, flops_str, seconds_str
+from partitioning.values import value_str
 
 _LISTED = 5
 _ENDINGS = {
@@ -17,7 +18,7 @@ _ENDINGS = {
     'waited': 'the run ended at {message}: nothing new was compiled for long (--wait=SECONDS)',
     'refused': 'the run ended at a call that cannot be imitated',
     'script': 'the script came to its end',
-    'exit': 'the script ended with exit status {status}',
+    'exit': 'the script ended with {status}',
     'memory': 'the run ended at {name}: it needs more memory than a device has',
     'error': 'the script failed',
 }
@@ -44,10 +45,16 @@ def _ending(run: DryRun) -> str:
         calls='1 call' if calls == 1 else f'{calls} calls',
         name=at.name if at else '',
         kind='training step' if at and at.trains else 'function',
-        status=getattr(run.error, 'code', ''),
+        status=_status(run),
         message=short_source(run.message),
     )
     return text if run.functions else f'{text}; it compiled nothing for the machine'
+
+
+def _status(run: DryRun) -> str:
+    """The status of a script that ended itself, or what it said instead: sys.exit('no data')."""
+    code = getattr(run.error, 'code', '')
+    return f'exit status {code}' if isinstance(code, int) else f'sys.exit({value_str(code)})'
 
 
 def _table(run: DryRun) -> Iterator[str]:

@@ -327,5 +327,5 @@ def outside_words(time: StepTime | None) -> str:
 
 def _itself(forecast: Forecast) -> Iterator[Figure]:
     taken = forecast.compilation
-    yield Figure(ITSELF, 'time', taken.seconds, 'seconds', 'measured')
-    yield Figure(ITSELF, 'memory of this process', taken.peak_rss, 'bytes', 'measured')
+    yield Figure(ITSELF, 'time', taken.seconds or None, 'seconds', 'measured')
+    yield Figure(ITSELF, 'memory of this process', taken.peak_rss or None, 'bytes', 'measured')

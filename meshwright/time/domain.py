@@ -74,7 +74,7 @@ def find_distance(
     """
     sizes = [
         ('the step takes', busy, domain.busy, seconds_str, ''),
-        ('it runs on', loads.num_processes, domain.hosts, _count, ' hosts'),
+        ('it runs on', loads.num_processes, domain.hosts, _count, ' host'),
     ]
     if layers is not None:
         sizes.append(('its products have a width of', layers.width, domain.width, _count, ''))
@@ -84,7 +84,8 @@ def find_distance(
         if outside > 0.05:  # less is not visible in the range
             doublings += outside
             span = show(least) if least == most else f'{show(least)} to {show(most)}'
-            reasons.append(f'{what} {show(size)}{unit}, measured ones {span}')
+            plural = 's' if unit and show(size) != '1' else ''
+            reasons.append(f'{what} {show(size)}{unit}{plural}, measured ones {span}')
     for kind in layers.kinds if layers else ():
         doublings += 1
         reasons.append(f'it has {kind}, which no measured one has')

@@ -134,6 +134,7 @@ mesh = jax.make_mesh((4,), ('x',), axis_types=(jax.sharding.AxisType.Auto,))
 put = lambda spec: jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, spec))
 step = jax.jit(lambda w: w @ w)
 step(put(P())); step(put(P('x'))); step(put(P('x')))
+raise SystemExit('enough')
 """
 
 
@@ -141,8 +142,15 @@ def test_a_function_that_is_compiled_again_says_why(run_dry, tmp_path):
     Path('changing.py').write_text(CHANGING)
     status, out, _ = run_dry('v5e:2x2', '--steps=3', '--', 'changing.py')
     assert status == 0
+    assert 'memory of this process' not in out  # nobody has measured it
     changed = "w was laid out by P(None, None) and is laid out by P('x', None)"
     assert f'<lambda> was compiled again: {changed}' in out
+
+
+def test_a_script_that_ends_itself_tells_its_status(run_dry, tmp_path):
+    Path('changing.py').write_text(CHANGING)
+    status, out, _ = run_dry('v5e:2x2', '--steps=9', '--', 'changing.py')
+    assert status == 2 and "the script ended with sys.exit('enough')" in out
 
 
 @pytest.mark.parametrize(

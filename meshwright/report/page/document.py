@@ -90,6 +90,8 @@ def _machine(forecast: Forecast, name: str) -> Html:
     took = (
         f'Tracing and compiling took {seconds_str(made.seconds)}; the process used '
         f'{bytes_str(made.peak_rss)} at most.'
+        if made.peak_rss  # a dry run does not measure it
+        else None
     )
     source = f'Figures from: {forecast.back_end_version}.' if forecast.back_end_version else None
     listed = [tag('li', note) for note in (*forecast.notes, source, took) if note]
