@@ -13,6 +13,7 @@ from meshwright.findings import (
     frozen_checks,
     gathered_layers,
     gathered_rows,
+    memory_checks,
     product_checks,
     shard_map_checks,
 )
@@ -38,6 +39,7 @@ _CHECKS: tuple[Callable[[ProgramFacts], Iterator[Finding]], ...] = (
     frozen_checks.find_frozen_states,
     array_checks.find_unlike_optimizer_states,
     array_checks.find_constants,
+    memory_checks.find_kept_layers,
     call_checks.find_changed_layouts,
     call_checks.find_changed_types,
     call_checks.find_undonated,

@@ -5,6 +5,7 @@ Each is compiled with the fault and with the mend, and the promise is what the m
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 
 import jax
@@ -31,6 +32,10 @@ def lay(x, *spec):
 
 def struct(shape, *spec, dtype='float32'):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(make_mesh(), P(*spec)))
+
+
+def leave(function):
+    return function
 
 
 def shard_map(function, *specs):
@@ -223,3 +228,30 @@ def test_moments_of_frozen_parameters_are_told():
         assert all('params/base is returned as it came' in f.message for f in found)
         assert all('1.0 MB on each device' in f.message for f in found)
         assert all(f.where.endswith(line_of(fine_tune, 'optimizer.update')) for f in found)
+
+
+def train_layers(around, inside):
+    """A step with a scan over 8 layers, and its arguments."""
+
+    def block(x, p):
+        return x + jnp.tanh(x @ p['up']) @ p['down'], None
+
+    def stack(layers, x):
+        return jax.lax.scan(inside(block), x, layers)[0]
+
+    def step(layers, x):
+        return jax.grad(lambda layers: jnp.mean(around(stack)(layers, x) ** 2))(layers)
+
+    layers = {'up': struct((8, 64, 256)), 'down': struct((8, 256, 64))}
+    return jax.jit(step), (layers, struct((64, 32, 64), AXES))
+
+
+def test_a_checkpoint_around_all_layers_is_told_with_what_they_save():
+    step, args = train_layers(jax.checkpoint, leave)
+    good, _ = train_layers(leave, jax.checkpoint)
+    (found,) = (f for f in lint(step, *args, compile=False) if f.kind == 'checkpoint')
+    assert found.where.endswith(line_of(train_layers, 'jax.lax.scan'))
+    kept, after = (float(n) for n in re.findall(r'([0-9.]+) MB', found.message))
+    held = [f.lower(*args).compile().memory_analysis().temp_size_in_bytes for f in (step, good)]
+    assert (kept - after) * 1e6 == pytest.approx(held[0] - held[1], rel=0.2)
+    assert not any(f.kind == 'checkpoint' for f in lint(good, *args, compile=False))
