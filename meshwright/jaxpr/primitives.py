@@ -10,12 +10,13 @@ def names_in(names: str) -> frozenset[str]:
 
 ELEMENTWISE = names_in(
     'abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e '
-    'bitcast_convert_type cbrt ceil clamp clz conj convert_element_type copy copy_p cos cosh '
-    'digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le '
-    'lgamma log log1p logistic lt max min mul name ne neg nextafter not or population_count pow '
-    'real reduce_precision rem round rsqrt select_n sharding_constraint shift_left '
-    'shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan '
-    'tanh xor random_bits random_unwrap random_wrap random_fold_in threefry2x32 dce_sink'
+    'bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p '
+    'cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow '
+    'is_finite le lgamma log log1p log2 logistic lt max min mul mulhi name ne neg nextafter '
+    'not one_minus_square or polynomial population_count pow real reduce_precision rem round rsqrt '
+    'select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical '
+    'sign sin sinh sqrt square stop_gradient sub tan tanh xor random_bits random_unwrap '
+    'random_wrap random_fold_in threefry2x32 dce_sink'
 )
 REDUCTIONS = names_in(
     'reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor reduce_prod argmax argmin'

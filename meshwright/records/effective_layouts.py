@@ -35,13 +35,14 @@ def in_effect(record: Record) -> Record:
 def _asked_for(
     collectives: Sequence[RecordedCollective], mesh: Mapping[str, int]
 ) -> tuple[RecordedCollective, ...]:
-    found: dict[tuple[str, tuple[str, ...]], RecordedCollective] = {}
+    found: dict[tuple[str, tuple[str, ...], str | None], RecordedCollective] = {}
     for one in collectives:
         axes = tuple(axis for axis in one.axes if mesh.get(axis) != 1)
         if axes:
-            known = found.get((one.name, axes))
+            key = one.name, axes, one.partners
+            known = found.get(key)
             count, at = (known.count, known.at) if known is not None else (0, ())
-            found[one.name, axes] = dataclasses.replace(
+            found[key] = dataclasses.replace(
                 one, axes=axes, count=count + one.count, at=(*at, *one.at)
             )
     return tuple(found.values())

@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 
 import jax
 
-from meshwright.jaxpr.primitives import CHECKPOINTS, CONSTRAINTS, ELEMENTWISE, PSUMS, names_in
+from meshwright.jaxpr.primitives import CHECKPOINTS, CONSTRAINTS, PSUMS, names_in
 from meshwright.jaxpr.values import is_backward
 from meshwright.jaxpr.writing_out import spec_axes
+from meshwright.records.arithmetic import arithmetic_of
 from meshwright.records.record import (
     At,
     RecordedCheckpoint,
@@ -36,12 +37,10 @@ from meshwright.user_lines import (
     user_line,
 )
 from partitioning.products.flops import (
-    PRODUCTS,
     RECOMPUTED,
     bodies_of,
     count_runs,
     open_jaxpr,
-    product_flops,
 )
 from partitioning.rules import from_tuple, spec_str
 
@@ -50,9 +49,6 @@ _COLLECTIVES = {name: name for name in names_in('pmax pmin ppermute all_gather a
 _COLLECTIVES |= dict.fromkeys(PSUMS, 'psum')
 _COLLECTIVES |= {'all_gather_invariant': 'all_gather', 'reduce_scatter': 'psum_scatter'}
 _COLLECTIVES |= {'psum_scatter': 'psum_scatter', 'ragged_all_to_all': 'ragged_all_to_all'}
-_EXPONENTIALS = names_in('exp exp2 expm1 log log1p logistic tanh erf rsqrt sqrt pow')
-_MAXIMA = names_in('reduce_max reduce_min argmax argmin sort top_k approx_top_k')
-_SUMS = names_in('reduce_sum cumsum cumlogsumexp reduce_prod')
 _MOST_LINES = 16  # of one kind
 _CALLERS = 3  # lines of each call stack
 _LONGEST = 80  # characters of a line
@@ -295,7 +291,7 @@ def _precisions(executed: Sequence[_Executed]) -> Iterator[RecordedPrecision]:
         lambda: collections.defaultdict(float)
     )
     for one in executed:
-        if (found := _arithmetic(one.equation)) is not None:
+        if (found := arithmetic_of(one.equation)) is not None:
             family, dtype, amount = found
             if family != 'products' and not one.is_forward:
                 continue
@@ -305,37 +301,3 @@ def _precisions(executed: Sequence[_Executed]) -> Iterator[RecordedPrecision]:
         at = tuple(map(place_of, most))
         total = math.fsum(lines.values())
         yield RecordedPrecision(family=family, dtype=dtype, amount=total, at=at)
-
-
-def _arithmetic(equation: Any) -> tuple[str, str, float] | None:
-    """The family of an operation on floats, its type, and how much it computes."""
-    name: str = equation.primitive.name
-    result: Any = equation.outvars[0].aval if equation.outvars else None
-    operand: Any = getattr(equation.invars[0], 'aval', None) if equation.invars else None
-    if name in _MAXIMA and _is_float(operand):  # the result may be the number of an element
-        return 'maxima', str(operand.dtype), math.prod(operand.shape)
-    if not _is_float(result):
-        return None
-    if name in PRODUCTS:
-        given = [v.aval for v in equation.invars[:2]]
-        shapes = [aval.shape for aval in (*given, result)]
-        factors = ' x '.join(dict.fromkeys(str(aval.dtype) for aval in given))
-        return (
-            'products',
-            f'{factors} -> {result.dtype}',
-            product_flops(name, equation.params, *shapes),
-        )
-    if name == 'convert_element_type':
-        (given,) = (v.aval for v in equation.invars)
-        return 'conversions', f'{given.dtype} -> {result.dtype}', math.prod(result.shape)
-    if name in _EXPONENTIALS:
-        return 'exponentials', str(result.dtype), math.prod(result.shape)
-    if name in _SUMS:
-        return 'sums', str(result.dtype), math.prod(equation.invars[0].aval.shape)
-    if name in ELEMENTWISE and name not in CONSTRAINTS and result.shape:
-        return 'elementwise operations', str(result.dtype), math.prod(result.shape)
-    return None
-
-
-def _is_float(aval: Any) -> bool:
-    return hasattr(aval, 'dtype') and jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact)

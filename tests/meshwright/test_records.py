@@ -227,6 +227,11 @@ def test_other_partners_of_an_exchange_are_missed():
     )
     assert not compare_records(closed, of(ring[::-1]))
     [asked] = closed.collectives
+    [less] = opened.collectives
+    back = dataclasses.replace(asked, partners='0 by +7, 1-7 by -1')
+    both = dataclasses.replace(closed, collectives=(asked, back))
+    [change] = compare_records(both, dataclasses.replace(closed, collectives=(less, back)))
+    assert '1 time, devices 0-6 by +1; 1 time, devices 0 by +7' in change.after
     old = dataclasses.replace(closed, collectives=(dataclasses.replace(asked, partners=None),))
     assert not compare_records(old, opened)
 

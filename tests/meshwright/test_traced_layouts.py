@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from meshwright.jaxpr import trace_function
 from meshwright.jaxpr.implied_exchanges import plan_moves
+from meshwright.jaxpr.primitives import ELEMENTWISE
 
 pytestmark = pytest.mark.core
 
@@ -107,3 +108,19 @@ def test_moves_lead_from_one_layout_to_the_other(source, target):
     for _, _, layout in moves:  # an axis shards one dimension at a time
         used = list(itertools.chain(*layout))
         assert len(used) == len(set(used))
+
+
+def test_what_gradients_are_made_of_keeps_the_layout_of_its_operands():
+    """Also the operations that only some versions of jax have, such as one_minus_square."""
+    functions = (jnp.tanh, jnp.arcsin, jnp.arctanh, jnp.log2, jax.nn.gelu, jax.nn.silu, jnp.sqrt)
+    functions += (jnp.exp2, jnp.arctan, jnp.cosh, jax.nn.softplus, jax.lax.erf, jnp.reciprocal)
+    for function in functions:
+        traced = jax.make_jaxpr(jax.grad(lambda x, f=function: f(x).sum()))(jnp.ones((4, 4)))
+        waiting = [traced.jaxpr]
+        while waiting:
+            for equation in waiting.pop().eqns:
+                inner = [v for v in equation.params.values() if hasattr(v, 'jaxpr')]
+                waiting += [v.jaxpr for v in inner]
+                given = {v.aval.shape for v in equation.invars} - {()}
+                if not inner and given == {(4, 4)} == {v.aval.shape for v in equation.outvars}:
+                    assert equation.primitive.name in ELEMENTWISE
