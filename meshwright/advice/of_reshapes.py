@@ -304,6 +304,14 @@ class _Search:
                 f'{shape} with {over(axes)} on the part of {after:,}, and index the part of '
                 f'{parts} at {self.line}'
             )
+        alike = {one.shape for one in value.operands} == {given.shape}
+        if value.primitive == 'concatenate' and alike and self._is_of_rows(given, d):
+            n, shape = len(value.operands), ', '.join(map(str, value.shape))
+            return (
+                f'write jnp.stack(arrays, {d + 1}).reshape({shape}) at {self.line}, so that each '
+                f'device keeps its rows, and x.reshape({before}, {n}, ...)[:, i] for the part i of '
+                'what is computed from it'
+            )
         if value.primitive == 'concatenate':
             return (
                 f'compute with the parts apart, or concatenate along a dimension that {over(axes)} '

@@ -130,9 +130,26 @@ def in_front(p, batch):
     return jnp.mean((batch['rows'].swapaxes(0, 1).reshape(-1, WIDTH) @ p['qkv']) ** 2)
 
 
+def joined(p, batch):
+    both = jnp.concatenate([batch['x'], 2 * batch['x']])
+    return jnp.mean((both.reshape(-1, WIDTH) @ p['qkv']) ** 2)
+
+
+def stacked(p, batch):
+    both = jnp.stack([batch['x'], 2 * batch['x']], 1).reshape(64, LENGTH, WIDTH)
+    return jnp.mean((both.reshape(-1, WIDTH) @ p['qkv']) ** 2)
+
+
 @pytest.mark.parametrize(
     ('fault', 'mended', 'at', 'why', 'change'),
     [
+        (
+            joined,
+            stacked,
+            'jnp.concatenate',
+            "concatenates dimension 0 of 64 elements, which is sharded over 'data'",
+            f'write jnp.stack(arrays, 1).reshape(64, {LENGTH}, {WIDTH}) at',
+        ),
         (
             fused,
             heads_first,
@@ -156,7 +173,7 @@ def in_front(p, batch):
             'move dimension 1 in front of',
         ),
     ],
-    ids=['a fused kernel', 'a split', 'a merge'],
+    ids=['rows of two arrays', 'a fused kernel', 'a split', 'a merge'],
 )
 def test_an_operation_that_cannot_keep_the_layout(fault, mended, at, why, change):
     mesh = make_mesh('data', 'model')
