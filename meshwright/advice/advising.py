@@ -53,14 +53,17 @@ def advise(
     made = [(c, _without_changes(c, cause, e, advised)) for (c, cause), e in pairs]
     order = sorted(range(len(pairs)), key=lambda n: -pairs[n][0][0].total_bytes)
     _add_confirmed(made, order, advised)
-    taken = {n for n, (_, cause) in enumerate(made) if _is_told(cause)}
+    told = {n for n, (_, cause) in enumerate(made) if _is_told(cause)}
+    known = {one.change.text for one in advised.told}
+    taken = {n for n in told if (cause := made[n][1]) is not None and cause.change in known}
+    words = told - taken  # of an operation, which was not tried
     variants = advised.variants
-    if taken:  # what moves parameters only works around an operation that should be written anew
+    if told:  # what moves parameters only works around an operation that should be written anew
         variants = tuple(v for v in variants if v.candidate.keeps_layout or v.compiled is not None)
     for variant in _distinct(variants):
         if not (variant.candidate.row_axes or variant.compiled or _by_formula(variant, advised)):
             continue
-        left = [n for n in order if n not in taken]
+        left = [n for n in order if n not in taken and (variant.compiled or n not in words)]
         if variant.candidate.row_axes:
             matched = _of_rows(left, pairs, variant)
         else:

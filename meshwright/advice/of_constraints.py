@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from meshwright.advice.candidates import Candidate
 from meshwright.advice.function_view import FunctionView, make_constraint, rearranged
@@ -20,8 +20,8 @@ from meshwright.advice.subject import Layout
 from meshwright.causes.cause import Change, ConstraintRemoval, JoinedChange
 from meshwright.causes.layouts import axes_of_row
 from meshwright.causes.wording import spec_text
-from meshwright.jaxpr.implied_exchanges import KINDS
-from meshwright.jaxpr.values import Axes, Value
+from meshwright.jaxpr.implied_exchanges import ADDED, KINDS, exchange_axes
+from meshwright.jaxpr.values import Axes, Step, Value
 from partitioning.products.flops import PRODUCTS
 
 _MOST = 3  # constraints that only compiling can judge
@@ -168,32 +168,58 @@ def add_constraints(
             yield _ADDED * weight, Candidate(make_constraint(value, layout))
 
 
-def keep_layouts(view: FunctionView) -> Iterator[tuple[float, Candidate]]:
-    """For each array that moves to another layout, what makes it or what it is for, laid out alike.
+def move_layouts(view: FunctionView) -> Iterator[tuple[float, Candidate]]:
+    """Other layouts of what is exchanged in the forward pass, and of what is computed from it.
 
-    An array keeps the layout that it has if what is computed from it has that layout, too. It does
-    not move if it has the other layout from the start. The arguments need not tell anything about
-    its dimensions, as of noise, masks and numbers of rows.
+    An array that is gathered may have the layout that it moves to from the start, or what is
+    computed from it may keep the layout that it has. Its mesh axes may shard another dimension,
+    which also holds for the operands of a product that sums over devices. The arguments need not
+    tell anything about the dimensions, as of noise, masks and matrices in an optimizer.
     """
     seen = set[Change]()
     for step in view.steps:
         nbytes = view.base.equations.get(id(step.place.equation), 0.0)
-        if step.name not in _MOVED or step.place.is_backward or not nbytes:
+        if step.name not in ADDED or step.place.is_backward or not nbytes:
             continue
-        given, made = view.before_exchange(step.inputs[0]), step.outputs[0]
-        pairs = [(given, made.axes)]
-        for reader in view.readers.get(id(made), []):
-            pairs += [(one, given.axes) for one in reader.outputs if reader.name not in KINDS]
-        for value, axes in pairs:
+        for value, layout, weight in _other_layouts(view, step):
             one = view.traced_value(value)
-            layout = tuple(own or () for own in axes)
             if one is None or one.manual or one.argument or one.layout is not None:
                 continue
-            if one.shape == given.shape and any(layout) and len(layout) > 1:
-                change = make_constraint(one, layout)
-                if change not in seen and one.line and view.fits(layout, one.shape):
-                    seen.add(change)
-                    yield _KEPT * nbytes, Candidate(change)
+            if one.shape != value.shape or not any(layout) or len(layout) < 2 or not one.line:
+                continue
+            change = make_constraint(one, layout)
+            if change not in seen and view.fits(layout, one.shape):
+                seen.add(change)
+                yield weight * nbytes, Candidate(change)
+
+
+def _other_layouts(view: FunctionView, step: Step) -> Iterator[tuple[Value, Layout, float]]:
+    """Layouts that may do without an exchange, each with the array and how likely it is."""
+    given, made = view.before_exchange(step.inputs[0]), step.outputs[0]
+    axes = {*exchange_axes(step)}
+    if step.name not in _MOVED:
+        product = view.makers.get(id(given))
+        for operand in product.inputs if product is not None and product.name in PRODUCTS else ():
+            value = view.before_exchange(operand)
+            yield from ((value, layout, 1.0) for layout in _elsewhere(value, axes))
+        return
+    yield given, tuple(own or () for own in made.axes), _KEPT
+    for reader in view.readers.get(id(made), []):
+        for one in reader.outputs if reader.name not in KINDS else ():
+            if one.shape == given.shape:
+                yield one, tuple(own or () for own in given.axes), _KEPT
+    if step.name == 'all-gather':
+        yield from ((given, layout, _KEPT) for layout in _elsewhere(given, axes))
+
+
+def _elsewhere(value: Value, axes: Collection[str]) -> Iterator[Layout]:
+    """Layouts of an array with some mesh axes at another dimension, the first ones first."""
+    now = [own or () for own in value.axes]
+    moved = tuple(a for own in now for a in own if a in axes)
+    rest = [tuple(a for a in own if a not in axes) for own in now]
+    for d, own in enumerate(now):
+        if moved and not own:
+            yield tuple(moved if e == d else kept for e, kept in enumerate(rest))
 
 
 def _as_written(view: FunctionView, value: Value) -> Value:

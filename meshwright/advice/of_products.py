@@ -1,10 +1,4 @@
-"""Products that sum over a sharded dimension, although another order or layout would not.
-
-    x = (layers, 1024, 4096) as PartitionSpec(None, None, 'fsdp')     # momentum, in an optimizer
-    gram = jnp.einsum('lij,lkj->lik', x, x)                           # sums over the 4096
-
-Sharded along the layers, each device has all that its products are a sum of. Small factors that are
-multiplied with each other first have a gradient that is exchanged whole:
+"""Small factors that are multiplied with each other first, whose gradient is then exchanged whole.
 
     def adapted(x, w, a, b):          # w (512, 2048), a (512, 8), b (8, 2048)
         return x @ (w + a @ b)        # the gradient of a @ b, (512, 2048), is summed over the rows
@@ -19,18 +13,16 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import math
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from meshwright.advice.candidates import SUMS, Candidate, Match, Told
+from meshwright.advice.candidates import SUMS, Match, Told
 from meshwright.advice.figures import shape_of
-from meshwright.advice.function_view import FunctionView, make_constraint
+from meshwright.advice.function_view import FunctionView
 from meshwright.advice.rewriting import Rewriting, rewrite
-from meshwright.advice.subject import Layout
 from meshwright.causes.cause import CodeChange, over
 from meshwright.jax_private import TracedCall
 from meshwright.jaxpr.exchange_list import walk_exchanges
@@ -42,40 +34,6 @@ _UPDATED = ELEMENTWISE | SCATTERS | KINDS.keys() | {'dynamic_update_slice'}
 _SAME = names_in('transpose convert_element_type copy sharding_constraint neg mul div')
 _SMALLER = 0.5  # the share of the elements of a product that the products with it may have
 _MORE_FLOPS = 1.05
-
-
-def shard_batches(view: FunctionView) -> Iterator[Candidate]:
-    """Constraints on operands: the axes of a summed dimension at one that products only map."""
-    seen = set[tuple[str, tuple[int, ...]]]()
-    for step in view.steps:
-        if step.name != 'dot_general' or step.place.is_backward:
-            continue
-        summed, batch = step.params['dimension_numbers']
-        for value, sums, stacked in zip(step.inputs[:2], summed, batch, strict=True):
-            made = view.traced_value(view.before_exchange(value))
-            layout = _to_batch(view, value, sums, stacked)
-            if made is None or layout is None or made.shape != value.shape or value.manual:
-                continue
-            if made.line and made.layout is None and (made.line, made.shape) not in seen:
-                seen.add((made.line, made.shape))
-                yield Candidate(make_constraint(made, layout))
-
-
-def _to_batch(
-    view: FunctionView, value: Value, sums: Sequence[int], batch: Sequence[int]
-) -> Layout | None:
-    """A layout with the axes of a summed dimension at a free batch dimension, the last that fits.
-
-    The rows of the batch come first.
-    """
-    new = [own or () for own in value.axes]
-    for c in sums:
-        n = math.prod(view.sizes.get(a, 1) for a in new[c])
-        fits = [d for d in batch if not new[d] and value.shape[d] % n == 0]
-        if n > 1 and fits:
-            new[fits[-1]], new[c] = new[c], ()
-            return tuple(new)
-    return None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

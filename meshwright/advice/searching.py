@@ -34,15 +34,15 @@ from meshwright.advice.of_collectives import find_early_sums, find_kept_parts
 from meshwright.advice.of_constraints import (
     add_constraints,
     find_pins,
-    keep_layouts,
     lay_out_experts,
     lay_out_updates,
+    move_layouts,
     rearrange_constraints,
     replace_constraints,
 )
 from meshwright.advice.of_groups import find_grouped_rows
 from meshwright.advice.of_layers import find_loop_gathers, find_scanned_stacks
-from meshwright.advice.of_products import find_merged_factors, shard_batches
+from meshwright.advice.of_products import find_merged_factors
 from meshwright.advice.of_repeats import find_repeated
 from meshwright.advice.of_reshapes import find_misfits, order_splits
 from meshwright.advice.of_shard_maps import find_missing_specs
@@ -70,7 +70,6 @@ from partitioning.plan.rows import PlanRow
 # Changes that are estimated in any case, and those of which the ones with the most bytes are.
 _FIRST: tuple[Callable[[FunctionView], Iterator[Candidate]], ...] = (
     lay_out_state,
-    shard_batches,
     lay_out_updates,
     lay_out_experts,
 )
@@ -79,7 +78,7 @@ _RANKED: tuple[Callable[[FunctionView], Iterator[tuple[float, Candidate]]], ...]
     lay_out_arguments,
     order_splits,
     add_constraints,
-    keep_layouts,
+    move_layouts,
 )
 # What only the author can write, in the order in which an exchange takes its reason from them.
 _TOLD: tuple[Callable[[FunctionView], Iterator[Told]], ...] = (

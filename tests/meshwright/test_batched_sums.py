@@ -93,3 +93,33 @@ def test_matrices_of_an_optimizer_are_laid_out_by_layers():
 
 def test_layers_that_the_devices_do_not_divide():
     assert not changes(ask_optimizer(12))
+
+
+def make_features(w, x, lay=lambda h: h):
+    h = lay(jnp.einsum('bld,df->blf', x, w))
+    return jnp.mean(jnp.cumsum(jnp.sort(h, -1), -1) ** 2)
+
+
+def ask_sorted(*, by_length=False):
+    """A loss of sorted features (16, 64, 512), which 4 devices of 'model' divide."""
+    mesh = Mesh(np.reshape(jax.devices(), (2, 4)), ('data', 'model'))
+
+    def lay(h):
+        return jax.lax.with_sharding_constraint(h, NamedSharding(mesh, P('data', 'model')))
+
+    def struct(shape, *spec):
+        return jax.ShapeDtypeStruct(shape, 'float32', sharding=NamedSharding(mesh, P(*spec)))
+
+    step = jax.jit(lambda w, x: make_features(w, x, lay if by_length else lambda h: h))
+    args = struct((32, 512), None, 'model'), struct((16, 64, 32), 'data')
+    return forecast(step, *args, confirm=True)
+
+
+def test_an_array_that_an_operation_needs_whole_is_sharded_along_another_dimension():
+    made, mended = ask_sorted(), ask_sorted(by_length=True)
+    cause = next(cause for _, cause in made.collectives if cause is not None and cause.change)
+    assert "with_sharding_constraint(x, PartitionSpec('data', 'model', None))" in cause.change
+    assert line_of(make_features, 'jnp.einsum') in cause.change and cause.confirmed
+    totals = [sum(c.total_bytes for c, _ in one.collectives) for one in (made, mended)]
+    assert cause.effect.sent == (totals[0], pytest.approx(totals[1], rel=0.01))
+    assert totals[1] < 0.5 * totals[0] and not changes(mended)
