@@ -78,8 +78,8 @@ def advise(
             matched = [n for n in left if _may_be_gone(pairs[n][0][0], pairs[n][1], variant)][:1]
             # A kernel is gathered in place of the activation that a constraint makes whole.
             gathers = matched and pairs[matched[0]][0][0].kind == 'all-gather'
-            told = gathers and isinstance(variant.change, ConstraintChange)
-            keeps = variant.candidate.keeps_layout and bool(told)
+            is_gathered = bool(gathers) and isinstance(variant.change, ConstraintChange)
+            keeps = variant.candidate.keeps_layout and is_gathered
             variant = dataclasses.replace(
                 variant, candidate=dataclasses.replace(variant.candidate, keeps_layout=keeps)
             )

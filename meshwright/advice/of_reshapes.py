@@ -306,9 +306,9 @@ class _Search:
             )
         alike = {one.shape for one in value.operands} == {given.shape}
         if value.primitive == 'concatenate' and alike and self._is_of_rows(given, d):
-            n, shape = len(value.operands), ', '.join(map(str, value.shape))
+            n, new = len(value.operands), ', '.join(map(str, value.shape))
             return (
-                f'write jnp.stack(arrays, {d + 1}).reshape({shape}) at {self.line}, so that each '
+                f'write jnp.stack(arrays, {d + 1}).reshape({new}) at {self.line}, so that each '
                 f'device keeps its rows, and x.reshape({before}, {n}, ...)[:, i] for the part i of '
                 'what is computed from it'
             )
