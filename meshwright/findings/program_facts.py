@@ -57,13 +57,18 @@ class ProgramFacts:
         """How the arrays are laid out if layouts travel forward only."""
         return self._laid_out[1]
 
-    @functools.cached_property
-    def _laid_out(self) -> tuple[Block, ForwardLayouts, LinkedDimensions]:
+    def write_out(self) -> Block:
+        """The steps of the function, whose arguments are laid out, and nothing else."""
         block = write_out(self.traced.jaxpr, axis_sizes(self.mesh))
-        links = name_values(block, [array.row for array in self.held], {}).links
         for value, sharding in zip(block.inputs, self.traced.arguments, strict=True):
             if isinstance(sharding, NamedSharding):
                 value.fix(spec_axes(sharding.spec, len(value.shape), axis_sizes(self.mesh)))
+        return block
+
+    @functools.cached_property
+    def _laid_out(self) -> tuple[Block, ForwardLayouts, LinkedDimensions]:
+        block = self.write_out()
+        links = name_values(block, [array.row for array in self.held], {}).links
         return block, ForwardLayouts(block, axis_sizes(self.mesh)), links
 
     @functools.cached_property

@@ -16,6 +16,7 @@ from meshwright.findings import (
     memory_checks,
     product_checks,
     shard_map_checks,
+    work_checks,
 )
 from meshwright.findings.map_entries import with_map_entries
 from meshwright.findings.program_facts import ProgramFacts
@@ -30,6 +31,7 @@ from partitioning.rules import MeshLike
 # In the order in which a reader mends them.
 _CHECKS: tuple[Callable[[ProgramFacts], Iterator[Finding]], ...] = (
     array_checks.find_whole_batches,
+    work_checks.find_whole_work,
     array_checks.find_whole_arrays,
     shard_map_checks.find_whole_shard_maps,
     product_checks.find_cut_products,

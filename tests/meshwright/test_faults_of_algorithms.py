@@ -255,3 +255,30 @@ def test_a_checkpoint_around_all_layers_is_told_with_what_they_save():
     held = [f.lower(*args).compile().memory_analysis().temp_size_in_bytes for f in (step, good)]
     assert (kept - after) * 1e6 == pytest.approx(held[0] - held[1], rel=0.2)
     assert not any(f.kind == 'checkpoint' for f in lint(good, *args, compile=False))
+
+
+def simulate(constrain):
+    """A step that collects 16 steps of 256 environments, and its arguments."""
+
+    def step(weights, seed):
+        env = constrain(jax.random.normal(jax.random.key(seed), (256, 32)))
+
+        def tick(env, _):
+            env = jnp.tanh(env @ weights['up']) @ weights['down']
+            return env, env
+
+        return jnp.mean(jax.lax.scan(tick, env, length=16)[1])
+
+    weights = {'up': struct((32, 128)), 'down': struct((128, 32))}
+    return jax.jit(step), (weights, struct((), dtype='uint32'))
+
+
+def test_work_on_what_is_made_inside_is_told_for_each_axis_that_nothing_uses():
+    """Two products of 2 * 256 * 32 * 128 FLOPs, 16 times; 'data' is used once rows are over it."""
+    step, args = simulate(leave)
+    found = lint(step, *args, compile=False)
+    assert [f.kind for f in found] == ['whole work'] * len(AXES)
+    assert all(f.where.endswith(line_of(simulate, 'jax.random.normal')) for f in found)
+    assert all(f'100% of the {16 * 2 * 2 * 256 * 32 * 128:.3g} FLOPs' in f.message for f in found)
+    step, args = simulate(lambda x: lay(x, AXES))
+    assert not lint(step, *args, compile=False)
