@@ -14,12 +14,13 @@ import math
 from collections.abc import Iterator
 
 from meshwright.findings.program_facts import ProgramFacts
-from meshwright.jaxpr.values import Step, Value, loop_counts, ties
+from meshwright.jaxpr.values import Block, Step, Value, loop_counts, ties
 from partitioning.amounts import bytes_str
 from partitioning.plan.findings import Finding
 
 _AGAIN = 'rematted_computation'  # how jax calls what a checkpoint computes again
 _SHARE = 0.25  # of the arguments of a device, for what a loop keeps too much to be told
+_TIMES = 2  # how many times less the loop would keep
 _LEAST = 2**16  # bytes
 
 
@@ -27,14 +28,14 @@ def find_kept_layers(facts: ProgramFacts) -> Iterator[Finding]:
     """Loops that a checkpoint computes again as a whole, and then keeps what all layers save."""
     total = sum(map(facts.shard_bytes, range(len(facts.held))))
     weights, seen = set(map(facts.path, facts.weights)), set[str]()
-    for step in facts.steps:
+    for step in _outside_of_loops(facts.block):
         if step.name != 'scan' or _AGAIN not in step.place.path or step.line in seen:
             continue
         if not any(t.stacked and t.outer.argument in weights for t in ties(step)):
             continue  # of parts of a sequence, for example
         carried, kept = _kept(facts, step)
         after = carried * step.times + kept / step.times
-        if step.times < 2 or kept - after < max(_SHARE * total, _LEAST):
+        if kept < _TIMES * after or kept - after < max(_SHARE * total, _LEAST):
             continue
         seen.add(step.line)
         yield Finding(
@@ -47,6 +48,14 @@ def find_kept_layers(facts: ProgramFacts) -> Iterator[Finding]:
             'loop: it then keeps their inputs and what one iteration saves, '
             f'{bytes_str(math.ceil(after))}',
         )
+
+
+def _outside_of_loops(block: Block) -> Iterator[Step]:
+    """The steps that run once: what a loop computes again is a group of layers, or a stage."""
+    for step in block.steps:
+        yield step
+        for body in step.bodies if step.times == 1 else ():
+            yield from _outside_of_loops(body)
 
 
 def _kept(facts: ProgramFacts, step: Step) -> tuple[float, float]:
