@@ -103,16 +103,6 @@ def test_the_last_axis_spans_few_hosts(local, processes, data):
 # Granules of other sizes.
 
 
-def test_granule_size_joins_hosts():
-    assert ids(create_mesh((4, 3), ('a', 'b'), devices=gpus(4, 3))) == [
-        *([0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11])
-    ]
-    joined = create_mesh((4, 3), ('a', 'b'), devices=gpus(4, 3), granule_size=12)
-    assert ids(joined) == np.arange(12).reshape(4, 3).tolist()
-    backwards = create_mesh((4, 3), ('a', 'b'), devices=gpus(4, 3)[::-1], granule_size=12)
-    assert ids(backwards) == ids(joined)
-
-
 # Errors, each a ValueError with the numbers.
 
 AXIS_XY = {'axis_sizes': (4, 2), 'axis_names': ('x', 'y')}

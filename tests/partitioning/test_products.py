@@ -104,14 +104,6 @@ def test_gradients_follow_the_rules_of_the_optimizer():
     assert step.lower(weights, x).as_text().count('stablehlo.reduce_scatter') == 2
 
 
-def test_slices_sum_the_shards():
-    """What crosses the slices are shards, after the sum within each slice."""
-    step = partitioned(two_layers, {'replica': 2, 'data': 4, 'model': 1})
-    text = step.lower(*arrays()).as_text()
-    sums = re.findall(r'stablehlo.all_reduce.*?tensor<(\d+x[^>]+)>\)', text, flags=re.DOTALL)
-    assert sums == ['4x8x4xf32', '4x32xf32']  # a quarter of 'embed', which is moved to the front
-
-
 def test_sums_in_another_dtype():
     """With float32 sums of bfloat16 rows, neither the addends nor the gradient are rounded."""
     (w, _), x = arrays()

@@ -44,13 +44,6 @@ def setting(name):
     return gin.query_parameter(name)
 
 
-def test_a_file_without_imports_names_what_an_included_file_imports(write):
-    load = write(model=MODEL, small="include 'model.gin'\nnetwork.T5Config.emb_dim = 512\n")
-    load('small')
-    assert setting('train.t5x.network.T5Config.emb_dim') == 512
-    assert setting('train.t5x.network.T5Config.vocab_size') == 384
-
-
 def test_a_file_without_imports_names_what_an_earlier_file_imports(write):
     load = write(model=MODEL, small='network.T5Config.emb_dim = 512\n')
     load('model', 'small')
