@@ -45,7 +45,7 @@ from partitioning.plan.rows import PlanRow
 from partitioning.rules import from_tuple, sharding_axes
 
 _SHARE = 0.25  # of the peak, which the gathered arrays may hold more
-_MUCH = 0.02  # the share of what a device sends that it has to save
+_MUCH = 0.05  # the share of what a device sends that it has to save
 # What cuts a layer, or gives it another shape.
 _CUTS = names_in('slice reshape squeeze expand_dims optimization_barrier device_put')
 _NAMED = 3  # stacks that a message names
