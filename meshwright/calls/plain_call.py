@@ -16,9 +16,10 @@ from meshwright.calls.abstract_modules import structs_as_arrays
 from meshwright.calls.held import ON_HOST, ArgumentRole, HeldArray, named_role, row_of_array
 from meshwright.calls.keras_models import state_paths
 from meshwright.calls.moved_jaxpr import Move, in_place_of_callers
+from meshwright.calls.other_meshes import finest_mesh, on_one_mesh, spec_on
 from meshwright.calls.roles import find_roles
 from meshwright.jax_private import TracedCall, read_trace, trace_again, trace_while
-from partitioning.rules import LogicalAxisRules, MeshLike, as_tuple, spec_str
+from partitioning.rules import LogicalAxisRules, MeshLike, as_tuple, describe_axes, spec_str
 from partitioning.state import key_names
 
 _PART_OF_NAME = re.compile(r'(?P<dot>\.?)(?P<name>[A-Za-z_]\w*|\d+)')
@@ -67,7 +68,7 @@ class PlainCall:
 
     @functools.cached_property
     def mesh_source(self) -> Any:
-        """The mesh of the function and its arguments: the largest that they name."""
+        """The mesh of the function and its arguments: the largest and finest that they name."""
         meshes = self._traced.meshes
         if not meshes:
             raise ValueError(
@@ -75,8 +76,7 @@ class PlainCall:
                 'NamedSharding. Give the arguments shardings, such as '
                 "jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P('data')))"
             )
-        largest = max(meshes, key=lambda mesh: (mesh.size, isinstance(mesh, Mesh)))
-        return next((m for m in meshes if m == largest and isinstance(m, Mesh)), largest)
+        return finest_mesh(meshes)
 
     @property
     def rules(self) -> LogicalAxisRules:
@@ -105,9 +105,9 @@ class PlainCall:
         if hasattr(self.fn, 'trace'):
             traced = self.fn.trace(*self.args)
             if isinstance(traced, jax.stages.Traced):
-                return read_trace(traced)
+                return on_one_mesh(read_trace(traced))
         with structs_as_arrays():
-            return trace_while(lambda: self.fn.lower(*self.args))
+            return on_one_mesh(trace_while(lambda: self.fn.lower(*self.args)))
 
     def trace(self) -> TracedCall:
         """Traces the function."""
@@ -183,15 +183,21 @@ def hold(
       noun: 'argument' or 'result', for its reasons.
     """
     role = role or named_role(path, aval)
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    stated = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    spec = spec_on(sharding, mesh) if isinstance(sharding, NamedSharding) else stated
     why = 'nothing lays it out'
     if isinstance(sharding, Sharding):
         why = 'its PartitionSpec has no axis'
-        if any(spec):
-            why = f'the {noun} is laid out by {spec_str(spec)}'
+        if any(stated):
+            why = f'the {noun} is laid out by {spec_str(stated)}'
+    if spec is None:
+        why += f' on {describe_axes(sharding.mesh)}'
     struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     planned = role if role in ('parameters', 'optimizer') else 'other'
-    row = row_of_array('/'.join(path), struct, spec, mesh, why, None, planned)
+    path_str = '/'.join(path)
+    row = row_of_array(path_str, struct, spec or PartitionSpec(), mesh, why, None, planned)
+    if spec is None:
+        row = row._replace(shard_shape=tuple(sharding.shard_shape(aval.shape)))
     on_host = getattr(sharding, 'memory_kind', None) in ON_HOST
     return HeldArray(row=row, role=role, nbytes=0 if on_host else row.bytes_per_device)
 

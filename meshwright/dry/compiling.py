@@ -16,6 +16,7 @@ import jax
 
 from meshwright import jax_private
 from meshwright.calls.callers import named_by_caller
+from meshwright.calls.other_meshes import on_one_mesh
 from meshwright.dry.machine import Machine
 from meshwright.dry.stand_in import StandIn
 from meshwright.jaxpr.values import is_backward
@@ -175,7 +176,7 @@ class Compiling:
         except OutOfMemoryError as error:
             exceeded = error
         found = CompiledFunction(
-            call=call,
+            call=on_one_mesh(call),
             executable=executable,
             out_of_memory=exceeded,
             devices=devices,

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from meshwright.calls.compiling import Program
+from meshwright.calls.other_meshes import finest_mesh
 from meshwright.calls.plain_call import list_held
 from meshwright.calls.target import target_of_mesh
 from meshwright.describing import describe_program
@@ -80,5 +81,5 @@ def mesh_of(found: CompiledFunction) -> Mesh:
     """The largest mesh that a function and its arguments name, or its devices along one axis."""
     meshes = [mesh for mesh in found.call.meshes if isinstance(mesh, Mesh)]
     if meshes:
-        return max(meshes, key=lambda mesh: mesh.size)
+        return finest_mesh(meshes)
     return Mesh(np.array(found.devices), ('devices',))

@@ -95,8 +95,9 @@ def find_undonated(facts: ProgramFacts) -> Iterator[Finding]:
 def _are_equal(before: Any, after: Any, rank: int, sizes: Any) -> bool:
     if isinstance(before, NamedSharding) and isinstance(after, NamedSharding):
         one, other = (spec_axes(x.spec, rank, sizes) for x in (before, after))
-        return [axes or () for axes in one] == [axes or () for axes in other]
-    try:
+        if [axes or () for axes in one] == [axes or () for axes in other]:
+            return True
+    try:  # the axes of two meshes may say the same
         return bool(before.is_equivalent_to(after, rank))
     except (TypeError, ValueError):  # of other devices
         return False

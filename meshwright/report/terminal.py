@@ -161,7 +161,8 @@ def _exchange(collective: Collective, cause: Cause | None) -> str:
     others = len(collective.arrays) - 1  # compilers put exchanges together
     more = f' and {others} more' if others > 0 else ''
     if cause is not None:
-        found = f'{text} of {cause.array}{more}, {source}: {cause.why}'
+        at = f', {source}' if source else ''
+        found = f'{text} of {cause.array}{more}{at}: {cause.why}'
         found = f'{found} (avoidable)' if cause.avoidable else found
         return f'{found}; {cause.change} ({tried_text(cause)})' if cause.change else found
     operation = collective.op_name.rpartition('/')[2]
