@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from meshwright.advice.candidates import Candidate
 from meshwright.advice.function_view import FunctionView, make_constraint, rearranged
@@ -172,9 +172,9 @@ def move_layouts(view: FunctionView) -> Iterator[tuple[float, Candidate]]:
     """Other layouts of what is exchanged in the forward pass, and of what is computed from it.
 
     An array that is gathered may have the layout that it moves to from the start, or what is
-    computed from it may keep the layout that it has. Its mesh axes may shard another dimension,
-    which also holds for the operands of a product that sums over devices. The arguments need not
-    tell anything about the dimensions, as of noise, masks and matrices in an optimizer.
+    computed from it may keep the layout that it has. Its mesh axes may shard another dimension: for
+    the operands of a product that sums over devices, one that the product only maps. The arguments
+    need not tell anything about these dimensions, as in an optimizer.
     """
     seen = set[Change]()
     for step in view.steps:
@@ -197,28 +197,32 @@ def _other_layouts(view: FunctionView, step: Step) -> Iterator[tuple[Value, Layo
     """Layouts that may do without an exchange, each with the array and how likely it is."""
     given, made = view.before_exchange(step.inputs[0]), step.outputs[0]
     axes = {*exchange_axes(step)}
-    if step.name not in _MOVED:
+    if step.name not in _MOVED:  # sums that rows or parameters need are by design
         product = view.makers.get(id(given))
-        for operand in product.inputs if product is not None and product.name in PRODUCTS else ():
-            value = view.before_exchange(operand)
-            yield from ((value, layout, 1.0) for layout in _elsewhere(value, axes))
+        if product is not None and product.name == 'dot_general':
+            _, batch = product.params['dimension_numbers']
+            for operand, dims in zip(product.inputs[:2], batch, strict=True):
+                value = view.before_exchange(operand)
+                yield from ((value, layout, 1.0) for layout in _elsewhere(value, axes, dims))
         return
+    readers = view.readers.get(id(made), [])
     yield given, tuple(own or () for own in made.axes), _KEPT
-    for reader in view.readers.get(id(made), []):
+    for reader in readers:
         for one in reader.outputs if reader.name not in KINDS else ():
             if one.shape == given.shape:
                 yield one, tuple(own or () for own in given.axes), _KEPT
-    if step.name == 'all-gather':
-        yield from ((given, layout, _KEPT) for layout in _elsewhere(given, axes))
+    if step.name == 'all-gather' and not any(one.name in PRODUCTS for one in readers):
+        dims = range(len(given.shape))
+        yield from ((given, layout, _KEPT) for layout in _elsewhere(given, axes, dims))
 
 
-def _elsewhere(value: Value, axes: Collection[str]) -> Iterator[Layout]:
-    """Layouts of an array with some mesh axes at another dimension, the first ones first."""
+def _elsewhere(value: Value, axes: Collection[str], dims: Iterable[int]) -> Iterator[Layout]:
+    """Layouts of an array with some mesh axes at another one of some dimensions."""
     now = [own or () for own in value.axes]
     moved = tuple(a for own in now for a in own if a in axes)
     rest = [tuple(a for a in own if a not in axes) for own in now]
-    for d, own in enumerate(now):
-        if moved and not own:
+    for d in dims:
+        if moved and not now[d]:
             yield tuple(moved if e == d else kept for e, kept in enumerate(rest))
 
 
