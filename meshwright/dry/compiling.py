@@ -85,6 +85,11 @@ class CompiledFunction:
         return count_device_flops(jaxpr, 1, find_kernel_work(jaxpr))[0]
 
     @functools.cached_property
+    def has_backward_pass(self) -> bool:
+        """Whether it takes gradients, as a training step does."""
+        return _has_backward_pass(self.call.jaxpr.jaxpr)
+
+    @functools.cached_property
     def trains(self) -> bool:
         """Whether it has a backward pass, or returns a large part of what it takes.
 
@@ -92,7 +97,7 @@ class CompiledFunction:
         one operation outside `jit`, such as a product of square matrices.
         """
         jaxpr = self.call.jaxpr
-        if _has_backward_pass(jaxpr.jaxpr):
+        if self.has_backward_pass:
             return True
         if self.is_operation:
             return False

@@ -44,8 +44,8 @@ class Ends:
 
     Args:
       steps: after how many calls of the largest training step. It is the function with the most
-        FLOPs of those that were called and that train; a run without one ends after 500 times as
-        many calls of its largest function.
+        FLOPs of those that were called and that train, with gradients if one has some; a run
+        without one ends after 500 times as many calls of its largest function.
       wait: after how many seconds in which nothing was compiled.
     """
 
@@ -73,12 +73,15 @@ class Ends:
         """Ends the run if a function was called often enough."""
         called = [one for one in functions if one.calls and one.flops]
         trained = [one for one in called if one.trains]
-        if not found.flops or found.flops < max(one.flops for one in trained or called):
+        with_gradients = [one for one in called if one.has_backward_pass]
+        counted = with_gradients or trained or called
+        if found not in counted or found.flops < max(one.flops for one in counted):
             return
-        if trained and not found.trains:
-            return
-        calls = sum(one.calls for one in called if one.source == found.source)
-        if calls >= self._steps * (1 if trained else _CALLS_WITHOUT_TRAINING):
+        needed = self._steps * (1 if trained else _CALLS_WITHOUT_TRAINING)
+        if trained and not with_gradients:
+            # What makes a state of loaded parameters returns them, too, but is called only once.
+            needed = max(needed, 2)
+        if sum(one.calls for one in called if one.source == found.source) >= needed:
             self.end(EndOfRun('steps', found))
 
     @contextlib.contextmanager

@@ -219,6 +219,21 @@ def test_a_large_evaluation_neither_ends_nor_delays_the_run(run_dry):
     assert status == 0 and 'the run ended after 2 calls of step, its largest training step' in out
 
 
+MAKES_A_STATE = """
+@jax.jit
+def init(w):  # more FLOPs than a step, and returns what it takes
+    return w @ w.T @ w @ w.T @ w, jax.numpy.zeros_like(w)
+
+w = init(w)[0]
+for i in range(9): w, value = step(w, x)
+"""
+
+
+def test_a_function_that_makes_the_state_is_no_step(run_dry):
+    status, out, _ = run_dry(MAKES_A_STATE, '--steps=1')
+    assert status == 0 and 'the run ended after 1 call of step, its largest training step' in out
+
+
 PLACED_NOWHERE = """
 import jax.numpy as jnp
 large = jnp.ones((512, 64)) @ jnp.ones((64, 1024))  # more FLOPs than this machine computes
