@@ -96,11 +96,17 @@ def limit_files(capsys):
     """Returns a function that limits the size of files, in bytes, and removes the limit.
 
     A write then stores what fits, and fails, as on a full disk. The output of the test is captured
-    in memory, where the limit does not apply.
+    in memory, where the limit does not apply. Python does not notice that the bytecode of a module
+    was cut off, and would read it later, so it writes none meanwhile.
     """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size=before[0]: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    def limit(size=before[0]):
+        sys.dont_write_bytecode = size != before[0]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+
+    yield limit
+    limit()
 
 
 @pytest.fixture
