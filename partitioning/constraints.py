@@ -47,7 +47,7 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
 
     None replicates, and a PaddedSpec counts as its `inside` within partitioned functions. Without a
     mesh, `x` itself is returned. CPUs get the layouts too, so that tests on CPUs find errors. The
-    errors are those of `lay_out`.
+    errors come from `lay_out`.
     """
     if not global_mesh_defined():
         _check_no_old_context()
@@ -156,7 +156,7 @@ def activation_spec(
 
     The arguments are those of `constrain`, with the shape of the activation or, inside a
     `jax.shard_map`, of one shard. The spec has no Manual axes. It is None if no mesh is set, or if
-    all axes of the mesh are Manual and there are no rules. The errors are those of `constrain`.
+    all axes of the mesh are Manual and there are no rules. It raises what `constrain` raises.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:

@@ -53,7 +53,7 @@ def model_problems(row: MeasuredRow) -> Iterator[str]:
     """Yields why the built-in transformer cannot express the model of a row."""
     m, block = row['model'], row['model'].get('decoder_block')
     if m['experts'] and 'dropped' in (row['source'].get('config_name') or ''):
-        yield 'its experts drop tokens, and those of the built-in transformer take all'
+        yield 'its experts drop tokens, and the built-in transformer drops none'
     known = _WITH_EXPERTS if m['experts'] else (*_LLAMA_LIKE, 'gemma3', 'gpt3')
     if block not in known and not str(block).startswith('maxtext'):
         yield f'the built-in transformer has no layers of the kind of {block}'

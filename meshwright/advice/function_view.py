@@ -47,7 +47,7 @@ class FunctionView:
     Attributes:
       rows: the layout of each argument, by its path.
       sizes: the size of each mesh axis.
-      steps: all steps, also those of loops and calls.
+      steps: all steps, with the steps inside loops and calls.
       values: the values of the trace, with their names.
       exchanges: each exchange of the compiled program, with what it moves.
       sends: the bytes that a device sends in the compiled program.

@@ -54,7 +54,7 @@ def state_paths(
       traced: the step.
 
     Returns:
-      None if the arrays are not those of the trainer.
+      None if the trainer has other arrays.
     """
     groups = [list(getattr(trainer, name, ())) for name in _LISTS]
     optimizer = list(getattr(getattr(trainer, 'optimizer', None), 'variables', ()))

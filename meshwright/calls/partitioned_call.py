@@ -83,7 +83,7 @@ class PartitionedCall:
         """The call on another mesh, by a partitioner on that mesh.
 
         Layouts are moved by their specs. A function that is compiled with the default options of
-        its devices is then compiled with those of the new devices.
+        its devices is then compiled with options for the new devices.
 
         Args:
           mesh: the mesh.

@@ -30,7 +30,7 @@ _STATES = {'states', 'flat_states'}
 
 @dataclasses.dataclass(frozen=True)
 class PlainCall:
-    """A call of a jitted function: a `Call` whose layouts are those of its arguments.
+    """A call of a jitted function: a `Call` that is laid out as its arguments are.
 
     Attributes:
       fn: the function, or its trace.

@@ -148,7 +148,7 @@ def check_document(verdicts: Sequence[Verdict], page: str | None = None) -> dict
 def history_document(history: Sequence[CommitVerdicts]) -> dict[str, Any]:
     """What each commit changed as values that JSON can hold.
 
-    The entries of a program are those of `check_document`. "recorded" names the programs that were
+    `check_document` describes the entries of a program. "recorded" names the programs that were
     recorded, and "required" has the packages of which a commit requires another version.
 
     Args:

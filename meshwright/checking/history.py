@@ -118,7 +118,7 @@ class _Recorder:
 
 
 def check_history(settings: CheckSettings, run: CheckRun, span: str) -> Iterator[CommitVerdicts]:
-    """Compares the programs of each commit of a range with those of the commit before.
+    """Compares the programs of each commit of a range with the commit before.
 
     Args:
       settings: the programs, as the present pyproject.toml declares them.

@@ -75,7 +75,7 @@ def compare_records(
     if (
         before.seconds
         and after.seconds
-        # Operations of one layer overlap with those of the next if a loop is written out.
+        # Layers overlap with the next ones if a loop is written out.
         and not (arranged and written_out)
         and _differs(before.seconds, after.seconds, tolerances.time)
     ):

@@ -63,7 +63,7 @@ class BasePartitioner(PartitionerObject, abc.ABC):
     """Lays out data and train states over a mesh, and partitions functions.
 
     Subclasses say what the mesh is, how a state maps to it, and how a function is partitioned.
-    The arguments and errors are those of PjitPartitioner, without a layout. With an AbstractMesh,
+    It takes and raises what PjitPartitioner does, without a layout. With an AbstractMesh,
     everything works that needs no devices.
     """
 

@@ -79,7 +79,7 @@ def main(
 ) -> int:
     """Runs the command and returns its exit status: 2 if the flags do not describe a mesh.
 
-    By default, the arguments are those of this process, and the parser, which gets the flags, is
+    By default, the arguments of this process are read, and the parser, which gets the flags, is
     the one of `python -m partitioning.mesh`. The picture shows as text where each device is.
     """
     parser = parser or OneLineParser('python -m partitioning.mesh')

@@ -160,7 +160,7 @@ class Plan:
     def compile_init(self, *args: Any) -> Callable[..., Any]:
         """Compiles what `init` runs, so that a program can do so while it compiles something else.
 
-        The arguments and errors are those of `init`. The result takes such arguments and returns
+        It takes and raises what `init` does. The result takes such arguments and returns
         the state.
         """
         program = self._program()

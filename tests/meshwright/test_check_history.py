@@ -93,7 +93,7 @@ def test_each_commit_is_compared_with_the_one_before(commit, tmp_path, monkeypat
     required = {'package': 'jax', 'before': '0.9.0', 'after': '0.10.0'}
     assert [one['required'] for one in held] == [[], [], [], [required], [], []]
 
-    # All records but that of the broken commit are kept, so nothing else is made again.
+    # All records are kept except for the broken commit, so nothing else is made again.
     kept = [*(tmp_path / '.git/meshwright-history').iterdir()]
     assert len(kept) == 4  # the first, rename, shard, mend
     before = {file: file.stat().st_mtime_ns for file in kept}

@@ -160,8 +160,8 @@ def split_rows(
 
     `rows` are [n] rows of a variable that has `size` of them, such as the indices of the gradient.
     The results are two int64 arrays [n]: the shard, and the row within it. A row that the variable
-    lacks is a ValueError, and so is an `axis` other than 0: a sparse gradient consists of rows. The
-    other errors are those of `split_sizes`.
+    lacks is a ValueError, and so is an `axis` other than 0: a sparse gradient consists of rows.
+    Other errors come from `split_sizes`.
     """
     check_sparse_axis(axis)
     offsets = np.array(split_offsets(size, num_shards))

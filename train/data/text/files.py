@@ -62,7 +62,7 @@ def find_files(
 ) -> tuple[File, ...]:
     """The files that match, sorted by name.
 
-    The arguments are those of `FileSource`. Each pattern ends after `most` files, by default never.
+    It takes the arguments of `FileSource`. Each pattern ends after `most` files, by default never.
     Raises a ConfigError if an argument is malformed, a pattern matches no file, or a file cannot be
     read.
     """
