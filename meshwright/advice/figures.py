@@ -25,7 +25,7 @@ from partitioning.hardware import CHIPS, Chip
 
 # How much more a byte between slices costs than one within a slice.
 _BETWEEN_SLICES = 10
-_LEAST = 0.02  # the share of the bytes or of the peak that a change has to save
+LEAST_SAVED = 0.02  # the share of the bytes or of the peak that a change has to save
 _MORE = 0.01  # the share by which it may raise the others
 MORE_FLOPS = 1.05  # how many more FLOPs a change may need, which then send much less
 _MUCH = 0.1  # the share of the bytes that it saves for them
@@ -80,7 +80,8 @@ class Estimate:
 
     def is_better(self, before: Estimate) -> bool:
         """Whether it sends or holds less than another one, and not more of anything else."""
-        sends, holds = self.saved(before) > _LEAST, before.peak - self.peak > _LEAST * before.peak
+        sends = self.saved(before) > LEAST_SAVED
+        holds = before.peak - self.peak > LEAST_SAVED * before.peak
         return (
             (sends or holds)
             and self.cost <= (1 + _MORE) * before.cost

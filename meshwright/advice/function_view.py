@@ -25,6 +25,7 @@ from meshwright.jaxpr.primitives import CONSTRAINTS
 from meshwright.jaxpr.values import Axes, Dims, Step, Value, readers_of, steps_in, ties
 from meshwright.jaxpr.varying import Varying
 from meshwright.program.collectives import Collective
+from meshwright.user_lines import user_line
 from partitioning.hardware import Chip
 from partitioning.plan.rows import PlanRow
 from partitioning.products.flops import PRODUCTS
@@ -66,11 +67,8 @@ class FunctionView:
         self.subject, self.laid_out, self.base = subject, laid_out, base
         self.explanation = explanation
         self.traced, self.possible = explanation.traced, explanation.possible
-        self.rows, self.sizes, self.values = (
-            subject.by_path,
-            laid_out.axis_sizes,
-            self.traced.values,
-        )
+        self.rows, self.sizes = subject.by_path, laid_out.axis_sizes
+        self.values = self.traced.values
         known = zip(explanation.collectives, explanation.evidence, strict=True)
         self.exchanges: list[tuple[Collective, Evidence | None]] = [(c, e) for (c, _), e in known]
         self.sends = sum(c.total_bytes for c, _ in self.exchanges)
@@ -123,6 +121,10 @@ class FunctionView:
         step = self.makers.get(id(value))
         made = [] if step is None else self._by_equation.get(id(step.place.equation), [])
         return next((one for one in made if one.shape == value.shape), None)
+
+    def line_of(self, step: Step) -> str:
+        """The user's 'file:line' of a step: the line that calls a helper, and not the helper's."""
+        return user_line(step.place.lines, self.traced.helpers or frozenset())
 
     @functools.cached_property
     def varying(self) -> Varying:

@@ -24,7 +24,6 @@ from meshwright.advice.function_view import LEAST, FunctionView
 from meshwright.causes.cause import CodeChange, over
 from meshwright.jaxpr.primitives import ELEMENTWISE, MOVES, SCATTERS
 from meshwright.jaxpr.values import Step, Value
-from meshwright.user_lines import user_line
 
 _NEAR = 24  # steps that are walked back from the indices
 
@@ -104,8 +103,7 @@ def _scaled(value: Value, size: int, view: FunctionView) -> _Groups | None:
 
 
 def _tell(view: FunctionView, step: Step, given: Value, d: int, groups: _Groups) -> Told:
-    helpers = view.traced.helpers or frozenset()
-    line, numbered = (user_line(one.place.lines, helpers) for one in (step, groups.step))
+    line, numbered = view.line_of(step), view.line_of(groups.step)
     axes, count, members = given.axes[d] or (), groups.number, groups.members
     before = ', '.join(map(str, [*given.shape[:d], count, members]))
     shape = f'({before}{", ..." if d + 1 < len(given.shape) else ""})'

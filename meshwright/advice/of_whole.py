@@ -17,20 +17,18 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from meshwright.advice.candidates import Match, Told
-from meshwright.advice.figures import shape_of
+from meshwright.advice.figures import LEAST_SAVED, shape_of
 from meshwright.advice.function_view import LEAST, FunctionView
 from meshwright.causes.cause import CodeChange, Effect, over
 from meshwright.causes.wording import spec_text
 from meshwright.jaxpr.primitives import names_in
 from meshwright.jaxpr.values import Axes, Step, Value, item_size
-from meshwright.user_lines import user_line
 
 _SCANS = names_in('cumsum cumprod cummax cummin cumlogsumexp')
 _BEST = names_in('top_k sort argmax argmin')
 _MATRICES = names_in('cholesky triangular_solve lu qr householder_product eigh eig svd')
 _INDEX = 4  # bytes of the number of an element
 _FEW = 8  # a slice of a sorted dimension has at most so small a part of each shard
-_MUCH = 0.02  # the share of what a device sends that it has to save
 
 
 class _Operation(NamedTuple):
@@ -123,7 +121,7 @@ def _whole_dimensions(step: Step) -> tuple[int, ...]:
 
 def _write(one: _Operation, view: FunctionView) -> _Written | None:
     """What to write in place of an operation, or None if there is nothing better."""
-    name, line = one.step.name, _line(one, view)
+    name, line = one.step.name, view.line_of(one.step)
     if one.n == 1:  # only the compiler needs it
         if name in _SCANS | {'sort', 'argmax', 'argmin'}:
             return None
@@ -219,7 +217,7 @@ def _of_matrices(one: _Operation, line: str) -> _Written | None:
 
 def _tell(one: _Operation, written: _Written, view: FunctionView) -> Told | None:
     """What to write, if the compiled program gathers the operand."""
-    given, line, made = one.given, _line(one, view), one.step.outputs[0]
+    given, line, made = one.given, view.line_of(one.step), one.step.outputs[0]
     shapes = frozenset([shape_of(given), *([shape_of(made)] if one.step.name == 'fft' else [])])
     match = Match(
         axes=tuple(view.sizes),
@@ -230,7 +228,7 @@ def _tell(one: _Operation, written: _Written, view: FunctionView) -> Told | None
     gone = [c for c, e in view.exchanges if match.fits(c, e)]
     now = sum(c.total_bytes for c in gone)
     after = written.share * now + written.nbytes * max((c.count for c in gone), default=1)
-    if now - after <= _MUCH * view.sends:
+    if now - after <= LEAST_SAVED * view.sends:
         return None
     peak, dims = view.base.peak, ' and '.join(map(str, one.whole))
     needs = (
@@ -250,7 +248,3 @@ def _tell(one: _Operation, written: _Written, view: FunctionView) -> Told | None
         change=CodeChange(source=line, text=written.text),
         effect=Effect(sent=(view.sends, view.sends - now + after), peak=(peak, peak)),
     )
-
-
-def _line(one: _Operation, view: FunctionView) -> str:
-    return user_line(one.step.place.lines, view.traced.helpers or frozenset())

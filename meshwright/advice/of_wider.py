@@ -17,14 +17,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from meshwright.advice.candidates import Match, Told
-from meshwright.advice.figures import shape_of
+from meshwright.advice.figures import LEAST_SAVED, shape_of
 from meshwright.advice.function_view import LEAST, FunctionView
 from meshwright.causes.cause import CodeChange, Effect, over
 from meshwright.jaxpr.implied_exchanges import KINDS, exchange_axes
+from meshwright.jaxpr.memory_estimate import short_type
 from meshwright.jaxpr.primitives import ELEMENTWISE, names_in
 from meshwright.jaxpr.values import TO_LOCAL, Axes, Block, Step, Value, carries, ties
 from meshwright.program.collectives import Collective
-from meshwright.user_lines import user_line
 from partitioning.amounts import bytes_str
 
 _MOVING = frozenset(['all-gather', 'collective-permute', 'all-to-all'])
@@ -34,7 +34,6 @@ _WIDENING = (ELEMENTWISE - names_in('random_bits threefry2x32 random_fold_in')) 
     'pvary pbroadcast iota rev'
 )
 _SMALLER = 0.6  # the share of the bytes that a cut may have to be told
-_MUCH = 0.02  # the share of what a device sends that it has to save
 _DEEP = 40  # steps that are walked back
 _NAMED = 0.1  # the share of the largest array that others need to be named
 
@@ -78,10 +77,10 @@ def _tell(
         match = _match(view, axes, step, cut, frozenset([shape]))
         moved = sum(c.total_bytes for c, e in view.exchanges if match.fits(c, e))
         saved += (1 - cut.nbytes / step.inputs[0].shard_bytes(view.sizes)) * moved
-    if saved <= _MUCH * view.sends:
+    if saved <= LEAST_SAVED * view.sends:
         return
     step, cut = max(group.values(), key=lambda pair: pair[0].inputs[0].shard_bytes(view.sizes))
-    line, widened = _lines(view, step, cut)
+    line, widened = view.line_of(step), view.line_of(cut.last or step)
     small, given = _name_large(view, cut.arrays), step.inputs[0]
     given_small = f'{bytes_str(round(cut.nbytes))}{f" of {small}" if small else ""}'
     more = f', and {len(group) - 1} more' if len(group) > 1 else ''
@@ -98,18 +97,12 @@ def _tell(
     )
 
 
-def _lines(view: FunctionView, step: Step, cut: _Cut) -> list[str]:
-    """The user's lines of an exchange, and of what widens the array before it."""
-    helpers = view.traced.helpers or frozenset()
-    return [user_line(one.place.lines, helpers) for one in (step, cut.last or step)]
-
-
 def _match(
     view: FunctionView, axes: Axes, step: Step, cut: _Cut, shapes: frozenset[tuple[int, ...]]
 ) -> Match:
     return Match(
         axes=axes,
-        lines=frozenset([*_lines(view, step, cut), step.line]),
+        lines=frozenset([view.line_of(step), view.line_of(cut.last or step), step.line]),
         shapes=shapes,
         moves=True,
         also=_Types(frozenset(one.dtype for one in cut.arrays) - {step.inputs[0].dtype}).fits,
@@ -148,17 +141,8 @@ class _Types(NamedTuple):
 
     def fits(self, collective: Collective, _: object) -> bool:
         """Whether the compiler exchanges the wide array, and not a small one already."""
-        short = {_short(one) for one in self.small}
+        short = {short_type(one) for one in self.small}
         return not any(text.split('[')[0] in short for text in collective.arrays)
-
-
-def _short(dtype: object) -> str:
-    """The name of a type in compiled programs: 's8' for int8."""
-    name = str(dtype)
-    for long, short in (('bfloat', 'bf'), ('float', 'f'), ('uint', 'u'), ('int', 's')):
-        if name.startswith(long):
-            return name.replace(long, short, 1)
-    return name
 
 
 class _Search:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshwright.jax_private import TracedCall
-from partitioning.rules import MeshLike, as_tuple, axis_sizes, from_tuple
+from partitioning.rules import MeshLike, axis_sizes, from_tuple, sharding_axes
 
 AnyMesh = TypeVar('AnyMesh', bound=Mesh | AbstractMesh)
 
@@ -51,18 +51,15 @@ def spec_on(sharding: NamedSharding, mesh: MeshLike) -> PartitionSpec | None:
       None if the axes of the mesh cannot say it.
     """
     own, sizes = sharding.mesh, axis_sizes(mesh)
-    used = [axis for entry in sharding.spec for axis in _axes(entry)]
-    both = [m.devices for m in (own, mesh) if isinstance(m, Mesh)]
-    same_devices = len(both) == 2 and {*both[0].flat} == {*both[1].flat}
-    if all(axis in sizes for axis in used) and not (
-        same_devices and any(sizes[axis] != own.shape[axis] for axis in used)
-    ):
+    used = [sharding_axes(entry) for entry in sharding.spec]
+    names = [axis for axes in used for axis in axes]
+    if all(sizes.get(axis) == own.shape[axis] for axis in names):
         return sharding.spec
-    if not same_devices:
-        return None
-    entries = [_entry_on(own, _axes(entry), mesh) for entry in sharding.spec]
-    known = [from_tuple(entry) for entry in entries if entry is not None]
-    return PartitionSpec(*known) if len(known) == len(entries) else None
+    if not (isinstance(own, Mesh) and isinstance(mesh, Mesh) and _in_same_order(own, mesh)):
+        return sharding.spec if all(axis in sizes for axis in names) else None
+    found = [_axes_on(own, axes, mesh) for axes in used]
+    known = [from_tuple(axes) for axes in found if axes is not None]
+    return PartitionSpec(*known) if len(known) == len(found) else None
 
 
 def finest_mesh(meshes: Sequence[AnyMesh]) -> AnyMesh:
@@ -76,26 +73,23 @@ def finest_mesh(meshes: Sequence[AnyMesh]) -> AnyMesh:
     return next((m for m in meshes if m == finest and isinstance(m, Mesh)), finest)
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
-    return as_tuple(entry) if entry is None or isinstance(entry, str | tuple) else ()
+def _in_same_order(own: Mesh, mesh: Mesh) -> bool:
+    """Whether meshes have the same devices in one order, which jax asks of a function's arrays."""
+    return np.array_equal(own.devices.ravel(), mesh.devices.ravel())
 
 
-def _entry_on(own: Any, axes: tuple[str, ...], mesh: Any) -> tuple[str, ...] | None:
+def _axes_on(own: Mesh, axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...] | None:
     """The axes of a mesh along which a dimension has the same shards as along its own axes."""
     numbers = _shard_numbers(own, axes)
-    wanted = np.vectorize(lambda device: numbers[device.id], otypes=[int])(mesh.devices)
-    names = mesh.axis_names
-    varying = tuple(name for i, name in enumerate(names) if np.any(np.diff(wanted, axis=i)))
-    found = _shard_numbers(mesh, varying)
-    alike = all(found[d.id] == n for d, n in zip(mesh.devices.flat, wanted.flat, strict=True))
-    return varying if alike else None
+    placed = numbers.reshape(mesh.devices.shape)
+    names = enumerate(mesh.axis_names)
+    varying = tuple(name for i, name in names if np.any(np.diff(placed, axis=i)))
+    return varying if np.array_equal(numbers, _shard_numbers(mesh, varying)) else None
 
 
-def _shard_numbers(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, int]:
-    """Which shard of a dimension along these axes each device has, by the number of the device."""
-    shape = mesh.devices.shape
-    places = np.indices(shape)
-    sizes = [mesh.shape[axis] for axis in axes]
-    along = [places[mesh.axis_names.index(axis)] for axis in axes]
-    numbers = np.ravel_multi_index(along, sizes) if axes else np.zeros(shape, int)
-    return {d.id: int(n) for d, n in zip(mesh.devices.flat, numbers.flat, strict=True)}
+def _shard_numbers(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
+    """Which shard of a dimension along these axes each device has, in the order of the devices."""
+    places = np.indices(mesh.devices.shape).reshape(mesh.devices.ndim, -1)
+    along = tuple(places[mesh.axis_names.index(axis)] for axis in axes)
+    sizes = tuple(mesh.shape[axis] for axis in axes)
+    return np.ravel_multi_index(along, sizes) if axes else np.zeros(mesh.size, int)

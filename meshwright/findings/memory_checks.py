@@ -14,9 +14,10 @@ import math
 from collections.abc import Iterator
 
 from meshwright.findings.program_facts import ProgramFacts
-from meshwright.jaxpr.values import Block, Step, Value, loop_counts, ties
+from meshwright.jaxpr.values import Block, Step, loop_counts, ties
 from partitioning.amounts import bytes_str
 from partitioning.plan.findings import Finding
+from partitioning.rules import axis_sizes
 
 _AGAIN = 'rematted_computation'  # how jax calls what a checkpoint computes again
 _SHARE = 0.25  # of the arguments of a device, for what a loop keeps too much to be told
@@ -58,12 +59,8 @@ def _outside_of_loops(block: Block) -> Iterator[Step]:
             yield from _outside_of_loops(body)
 
 
-def _kept(facts: ProgramFacts, step: Step) -> tuple[float, float]:
+def _kept(facts: ProgramFacts, step: Step) -> tuple[int, int]:
     """The bytes on a device of what a loop carries, and of what it stacks of all iterations."""
     _, carry = loop_counts(step)
-    parts = [_shard_bytes(facts, value) for value in step.outputs]
+    parts = [value.shard_bytes(axis_sizes(facts.mesh)) for value in step.outputs]
     return sum(parts[:carry]), sum(parts[carry:])
-
-
-def _shard_bytes(facts: ProgramFacts, value: Value) -> float:
-    return value.nbytes / facts.shards([axes or () for axes in value.axes])

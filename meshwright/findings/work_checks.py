@@ -19,7 +19,7 @@ from meshwright.jaxpr.values import TO_LOCAL, Block, Step, Value, steps_in
 from partitioning.amounts import bytes_str, share_str
 from partitioning.plan.findings import Finding
 from partitioning.products.flops import PRODUCTS, product_flops
-from partitioning.rules import axis_sizes
+from partitioning.rules import axis_sizes, sharding_axes
 
 _SMALL = 8  # elements of a key or a number that something large is made from
 _SHARE = 0.5  # of the work, that could be divided
@@ -65,7 +65,7 @@ def _used_axes(facts: ProgramFacts) -> set[str]:
     used = {a for axes in facts.axes for own in axes for a in own}
     for result in facts.results:
         spec = getattr(result, 'spec', None) or ()
-        used |= {a for own in spec for a in ((own,) if isinstance(own, str) else own or ())}
+        used |= {a for entry in spec for a in sharding_axes(entry)}
     for step in facts.steps:
         used |= {a for value in step.outputs for own in value.axes for a in own or ()}
         if step.name == TO_LOCAL:

@@ -114,9 +114,13 @@ def _like(value: Value) -> tuple:
 
 def array_name(value: Value, sizes: Mapping[str, int]) -> str:
     """The type of an array on one device, as compiled programs write it: 'bf16[16,128]'."""
-    name, shape = str(value.dtype), ','.join(map(str, value.shard_shape(sizes)))
-    letters = name.rstrip('0123456789')
-    return f'{_SHORT_NAMES.get(letters, letters)}{name[len(letters) :]}[{shape}]'
+    return f'{short_type(value.dtype)}[{",".join(map(str, value.shard_shape(sizes)))}]'
+
+
+def short_type(dtype: object) -> str:
+    """The name of a type, as compiled programs write it: 's8' for int8."""
+    letters = (name := str(dtype)).rstrip('0123456789')
+    return f'{_SHORT_NAMES.get(letters, letters)}{name[len(letters) :]}'
 
 
 def find_kept(
