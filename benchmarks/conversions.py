@@ -2,8 +2,8 @@
 
   python benchmarks/conversions.py [--gib 1] [--layers 8] [--folder DIR]
 
-A checkpoint of Orbax, half of which is one array, is converted from one format to the next, and the
-last one is compared with it. A Llama with random weights in bfloat16 (8 layers are 1.2 GiB) is
+A checkpoint of Orbax is converted from one format to the next, and the last one is compared with
+it. One array has half of its bytes. A Llama with random weights in bfloat16 (8 layers are 1.2 GiB) is
 restored in float32 onto 8 virtual CPU devices, in three layouts, and converted to a checkpoint of
 this package, and back. Peak memory is above what the process needed before, next to the size of its
 shards for a restore, and of the largest array for a conversion. The command fails if a conversion
@@ -110,7 +110,7 @@ def list_commands(folder: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def save_large(path: Path, gib: float) -> int:
-    """Saves a checkpoint of Orbax, half of which is one array, and returns the size of that."""
+    """Saves a checkpoint of Orbax, and returns the size of the array that has half of its bytes."""
     rng, rows = np.random.default_rng(0), int(gib * 2**14)
     tree = {f'layer_{i}': rng.standard_normal((rows // 16, 1024), np.float32) for i in range(64)}
     tree['largest'] = rng.standard_normal((rows // 2, 2**14), np.float32)

@@ -138,7 +138,7 @@ def find_differences(forecast: OwnForecast) -> Iterator[str]:
 
 
 def score_own(forecasts: Sequence[OwnForecast], origin: str) -> dict[str, Any] | None:
-    """The errors of the forecasts of an origin, as `Score` has them; None if there are no rows."""
+    """Returns the fields of `Score` for forecasts from one origin, or None if there are no rows."""
     pairs = [(f, time) for f in forecasts if (time := f.time_by(origin)) is not None]
     if not pairs:
         return None

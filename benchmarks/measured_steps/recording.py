@@ -62,8 +62,8 @@ def record_script(topology: str, path: Path, arguments: Sequence[str], mode: Mod
     """Dry-runs a script, and stores the record of its largest training step.
 
     The arguments are '--' and the command of the script, and the path of the files to write has no
-    ending. The modes 'early' and 'traced' end this process at the first training step. The result
-    says in one line why there is no record; it is '' if there is one.
+    ending. The modes 'early' and 'traced' end this process at the first training step. Returns ''
+    if there is a record, or one line that says why there is none.
     """
     # The flags were tried by the campaign.
     _, script = check([topology, *arguments], 'recording')
