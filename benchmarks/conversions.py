@@ -3,11 +3,11 @@
   python benchmarks/conversions.py [--gib 1] [--layers 8] [--folder DIR]
 
 A checkpoint of Orbax is converted from one format to the next, and the last one is compared with
-it. One array has half of its bytes. A Llama with random weights in bfloat16 (8 layers are 1.2 GiB) is
-restored in float32 onto 8 virtual CPU devices, in three layouts, and converted to a checkpoint of
-this package, and back. Peak memory is above what the process needed before, next to the size of its
-shards for a restore, and of the largest array for a conversion. The command fails if a conversion
-takes 2 GiB more than that.
+it. One array has half of its bytes. A Llama with random weights in bfloat16 (8 layers are 1.2 GiB)
+is restored in float32 onto 8 virtual CPU devices, in three layouts, and converted to a checkpoint
+of this package, and back. Peak memory is above what the process needed before, next to the size of
+its shards for a restore, and of the largest array for a conversion. The command fails if a
+conversion takes 2 GiB more than that.
 """
 
 from __future__ import annotations
