@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeGuard
@@ -10,6 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from partitioning.spelling import nearest as nearest
 from partitioning.values import value_str
 
 # The mesh axes of one dimension: one name, several in order, or None for a replicated dimension.
@@ -55,12 +55,6 @@ def num_shards(axes: str | Sequence[str] | None, mesh: MeshLike) -> int:
 def describe_axes(mesh: MeshLike) -> str:
     """The axes of a mesh as a message shows them: `data 4 x model 2`."""
     return ' x '.join(f'{name} {size}' for name, size in axis_sizes(mesh).items())
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for a misspelt name, ` Did you mean 'x'?`, or '' if no known name is close."""
-    found = difflib.get_close_matches(str(name), [str(k) for k in known], n=1)
-    return f' Did you mean {found[0]!r}?' if found else ''
 
 
 def is_count(value: object) -> TypeGuard[int]:

@@ -1,6 +1,5 @@
 """Fixtures for tests of gin files, which conftest.py makes available to every test."""
 
-import functools
 import sys
 import textwrap
 
@@ -9,11 +8,20 @@ import pytest
 from small_t5x import T5X_MODEL, T5X_SMALL, T5X_TASK
 
 from train.errors import ConfigError
+from train.gin.checks import check_listed
 from train.gin.load import find_entry, load_config as load_with_aliases
+from train.gin.parsing import read_statements
 from train.t5x.modules import ALIASES
 
-# As every command does, with T5X's names.
-load_config = functools.partial(load_with_aliases, aliases=ALIASES)
+
+def load_config(files, bindings=(), search_paths=(), allow=()):
+    """Loads gin files as every command does, with T5X's names.
+
+    What is loaded must also pass the check that commands make before they import jax.
+    """
+    load_with_aliases(files, bindings, search_paths, allow, ALIASES)
+    if not allow:
+        check_listed(read_statements(files, bindings, search_paths), ALIASES)
 
 
 @pytest.fixture

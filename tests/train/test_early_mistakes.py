@@ -93,7 +93,7 @@ def test_what_is_not_plain_is_left_to_the_run(corpus):
 def test_a_folder_that_cannot_be_written(corpus, value):
     corpus(35)
     with pytest.raises(ConfigError, match=rf"^(--gin.MODEL_DIR='{value}': )?MODEL_DIR {value}"):
-        check(f'--gin.MODEL_DIR={value}')
+        check('--gin.TEXT=texts/*.md', f'--gin.MODEL_DIR={value}')
 
 
 def test_a_folder_in_use(corpus, monkeypatch):

@@ -6,7 +6,11 @@ import gin
 import pytest
 from gin_fixtures import load_config
 
+from train.errors import ConfigError
+from train.gin.checks import check_listed
 from train.gin.configurables import BY_MODULE, register_listed
+from train.gin.parsing import read_statements
+from train.t5x.modules import ALIASES
 
 register_listed()  # as every command does
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
@@ -118,7 +122,9 @@ LINES = [line for line in HOSTILE.splitlines() if line and not line.startswith('
 
 @pytest.mark.parametrize('dynamic', ['', DYNAMIC], ids=['plain', 'dynamic'])
 @pytest.mark.parametrize('line', LINES)
-def test_a_hostile_line_is_refused_in_one_line_and_imports_nothing(refusal, line, dynamic):
+def test_a_hostile_line_is_refused_in_one_line_and_imports_nothing(
+    refusal, tmp_path, line, dynamic
+):
     text = dynamic + '\n'.join(part.strip() for part in line.split('|')) + '\n'
     loaded = set(sys.modules)
     message = refusal(text)
@@ -127,6 +133,8 @@ def test_a_hostile_line_is_refused_in_one_line_and_imports_nothing(refusal, line
     new = set(sys.modules) - loaded
     assert not [name for name in new if not name.startswith(tuple(BY_MODULE))], new
     assert gin.config_str().strip() == ''
+    with pytest.raises(ConfigError):  # also by the list alone, before jax is imported
+        check_listed(read_statements([str(tmp_path / 'run.gin')]), ALIASES)
 
 
 # What gin files may import.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 
+from partitioning.spelling import nearest
 from train.cli.commands import COMMANDS
 from train.cli.interruption import line_of_module, line_of_process, run_until_signal
 from train.processes import signals
@@ -45,9 +45,11 @@ def _run(arguments: Sequence[str]) -> int:
         print(_help(bold=sys.stdout.isatty()))
         return 0
     if name not in COMMANDS:
-        hint = ''.join(f' Did you mean {n!r}?' for n in difflib.get_close_matches(name, COMMANDS))
         known = ', '.join(COMMANDS)
-        print(f'error: no command {name!r}.{hint} The commands are {known}', file=sys.stderr)
+        print(
+            f'error: no command {name!r}.{nearest(name, COMMANDS)} The commands are {known}',
+            file=sys.stderr,
+        )
         return 2
     # The packages of --gin_allow may be in the current folder. It comes last, so that a train.py
     # there does not hide this package.

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from partitioning.command_line import OneLineParser
+from partitioning.spelling import nearest
 from train.cli.command import add_traceback, run_command
 
 _DESCRIPTION = """\
@@ -108,9 +109,5 @@ def _find(name: str) -> Path:
         known = (key, key.removesuffix('.gin'), path.name, path.stem)
         if wanted in known:
             return path
-    import difflib
-
-    stems = [path.stem for path in files.values()]
-    near = difflib.get_close_matches(wanted, stems, n=1)
-    hint = f' Did you mean {near[0]!r}?' if near else ''
+    hint = nearest(wanted, (path.stem for path in files.values()))
     raise ConfigError(f'no configuration {name!r}.{hint} `meshwright configs` lists all of them')

@@ -14,9 +14,11 @@ from typing import Any
 
 from train.cli.command import gin_settings
 from train.errors import ConfigError, describe_error
+from train.gin.checks import check_listed
 from train.gin.parsing import Reference, Statement, follow_macros, read_statements
 from train.machine.host_memory import check_batch_fits
 from train.paths import as_folder, is_remote
+from train.t5x.modules import ALIASES
 
 # More files are not looked at here, because listing them may take long.
 _MOST_FILES = 10_000
@@ -25,8 +27,9 @@ _MOST_FILES = 10_000
 def check_run(options: argparse.Namespace, files: Sequence[str]) -> None:
     """Checks the folder and the data of a run.
 
-    Raises a ConfigError if a gin file or a flag cannot be read, if MODEL_DIR cannot be written or
-    is in use, or if the files of the data leave nothing to train or to evaluate on.
+    Raises a ConfigError if a gin file or a flag cannot be read, if a gin file names what none may
+    use, if MODEL_DIR cannot be written or is in use, or if the files of the data leave nothing to
+    train or to evaluate on.
     """
     settings = check_folder(options, files)
     place, folder = settings.find('', 'model_dir')
@@ -39,9 +42,16 @@ def check_run(options: argparse.Namespace, files: Sequence[str]) -> None:
 
 
 def check_folder(options: argparse.Namespace, files: Sequence[str]) -> Settings:
-    """Checks the folder of a run, and returns its settings; see `check_run`."""
-    bindings, folders, _ = gin_settings(options)
-    settings = Settings(read_statements([*files, *options.gin_file], bindings, folders))
+    """Checks the names in gin files and the folder of a run, and returns its settings.
+
+    Raises a ConfigError; see `check_run`. With `--gin_allow`, names are only checked when the
+    packages of the user have been imported.
+    """
+    bindings, folders, packages = gin_settings(options)
+    statements = read_statements([*files, *options.gin_file], bindings, folders)
+    if not packages:
+        check_listed(statements, ALIASES)
+    settings = Settings(statements)
     place, folder = settings.find('', 'model_dir')
     if isinstance(folder, str) and not is_remote(folder):
         _check_writable(place, folder)

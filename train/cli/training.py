@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from partitioning.spelling import nearest
 from train.cli.command import CommandParser, configure, run_command
 
 _DESCRIPTION = """\
@@ -123,8 +124,6 @@ def find_gin_file(run: str) -> str:
     if run.endswith('.gin'):
         return run
     if run not in known_runs():
-        from partitioning.rules import nearest  # imports jax
-
         raise ConfigError(
             f'no run {run!r}.{nearest(run, known_runs())} The runs are {", ".join(known_runs())}; '
             'for others, give a gin file, or the folder of a run with a config.gin'

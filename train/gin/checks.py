@@ -10,12 +10,19 @@ from typing import Any
 
 from gin import config as gin_internals, config_parser
 
-from partitioning.rules import nearest
+from partitioning.spelling import nearest
 from train.errors import ConfigError
 from train.gin import limits
 from train.gin.configurables import listed_names, parameters_of
-from train.gin.parsing import Statement, is_within
-from train.gin.selectors import NO_ALIASES, Aliases, Resolver, is_import, refusal
+from train.gin.parsing import Reference, Statement, is_within
+from train.gin.selectors import (
+    NO_ALIASES,
+    Aliases,
+    ListedNames,
+    Resolver,
+    is_import,
+    refusal,
+)
 
 
 def import_modules(
@@ -27,12 +34,7 @@ def import_modules(
     imported unless the user allows them. Raises a ConfigError if an import is refused, with the
     flag that allows it, or if a module cannot be imported.
     """
-    listed = listed_names()
-    for statement in filter(is_import, statements):
-        module = statement.parsed.module
-        known = aliases.covers(module) or any(is_within(name, [module]) for name in listed)
-        if not known and not is_within(module, allow):
-            raise refusal(statement, f'import of {module!r}', module)
+    _check_imports(statements, allow, aliases)
     for statement in filter(is_import, statements):
         module = statement.parsed.module
         if aliases.covers(module) and not is_within(module, allow):
@@ -41,6 +43,27 @@ def import_modules(
             importlib.import_module(module)
         except ImportError as error:
             raise ConfigError(f'{statement.place}: cannot import {module!r}: {error}') from error
+
+
+def _check_imports(statements: Sequence[Statement], allow: Sequence[str], aliases: Aliases) -> None:
+    listed = listed_names()
+    for statement in filter(is_import, statements):
+        module = statement.parsed.module
+        known = aliases.covers(module) or any(is_within(name, [module]) for name in listed)
+        if not known and not is_within(module, allow):
+            raise refusal(statement, f'import of {module!r}', module)
+
+
+def check_listed(statements: Sequence[Statement], aliases: Aliases = NO_ALIASES) -> None:
+    """Checks without importing anything that gin files name only what is on the list of names.
+
+    Macros, circles and scopes are checked, too. Parameters are not, because only what is imported
+    tells them. Raises a ConfigError as `import_modules` and `check_names` do.
+    """
+    _check_imports(statements, (), aliases)
+    resolver = ListedNames(statements, (), aliases)
+    _resolve_names(statements, resolver)
+    _check_values(statements, resolver)
 
 
 def check_names(
@@ -52,13 +75,12 @@ def check_names(
     value, values need each other in a circle, or a name is not on the list of names.
     """
     resolver = Resolver(statements, allow, aliases)
+    _resolve_names(statements, resolver)
     used = {r.name for s in statements for r in s.references if r.is_macro}
     defined = {s.macro for s in statements if s.macro and not s.from_flag}
     for statement in statements:
         parsed, macro = statement.parsed, statement.macro
-        if is_import(statement):
-            resolver.add_import(statement)
-        elif macro and statement.from_flag and macro not in used | defined:
+        if macro and statement.from_flag and macro not in used | defined:
             parameters = _parameters_called(macro, statements, resolver)
             value = statement.place.partition('=')[2]
             hint = nearest(macro, used)
@@ -69,22 +91,41 @@ def check_names(
             configurable = resolver.resolve(parsed.selector, statement)
             if configurable and not is_gone(configurable, parsed.arg_name, aliases):
                 _check_parameter(configurable.wrapped, parsed, statement)
-        elif isinstance(parsed, config_parser.BlockDeclaration):
-            resolver.resolve(parsed.selector, statement)
-        for reference in statement.references:
-            if not reference.is_macro:
-                resolver.resolve(reference.selector, statement)
+    _check_values(statements, resolver)
+    return resolver
+
+
+def _resolve_names(statements: Sequence[Statement], resolver: Resolver) -> None:
+    """Finds what every name stands for. What a later entry replaces comes last."""
     for statement in statements:
-        for reference in statement.parsed_references:
-            if not reference.is_macro:
-                resolver.resolve(reference.selector, statement)
+        parsed = statement.parsed
+        if is_import(statement):
+            resolver.add_import(statement)
+        elif statement.is_binding or isinstance(parsed, config_parser.BlockDeclaration):
+            resolver.resolve(parsed.selector, statement)
+        _resolve_references(statement.references, statement, resolver)
+    for statement in statements:
+        _resolve_references(statement.parsed_references, statement, resolver)
+
+
+def _resolve_references(
+    references: Sequence[Reference], statement: Statement, resolver: Resolver
+) -> None:
+    for reference in references:
+        if not reference.is_macro:
+            resolver.resolve(reference.selector, statement)
+
+
+def _check_values(statements: Sequence[Statement], resolver: Resolver) -> None:
+    """Checks that macros have values, that no value needs itself, and that scopes are entered."""
+    allow, aliases = resolver.allow, resolver.aliases
+    used = {r.name for s in statements for r in s.references if r.is_macro}
     last = _last_statements(statements, resolver)
     _check_macros(last, unused={s.macro for s in statements if s.macro} - used)
     _check_expansion(last, resolver)
     modules = [s.parsed.module for s in statements if is_import(s)]
     foreign = any(map(aliases.provides, modules))
     _check_scopes(statements, own_code=bool(allow), known=aliases.scopes if foreign else ())
-    return resolver
 
 
 def _parameters_called(name: str, statements: Sequence[Statement], resolver: Resolver) -> list[str]:

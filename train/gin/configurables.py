@@ -11,7 +11,7 @@ import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -97,14 +97,18 @@ def listed_names() -> set[str]:
     }
 
 
-def known_names() -> set[str]:
-    """Returns the names of configurables as people write them: their last parts."""
-    return {
-        '.'.join(selector.split('.')[-n:])
-        for selector, _ in gin_internals._REGISTRY.items()
-        if selector not in _BY_IMPORT
-        for n in (1, 2, 9)
-    }
+def written_names(names: Iterable[str]) -> set[str]:
+    """Returns names of configurables as people write them: their last parts."""
+    return {'.'.join(name.split('.')[-n:]) for name in names for n in (1, 2, 9)}
+
+
+def registered_names() -> set[str]:
+    """The full names of what gin files may name without importing its module.
+
+    It does not matter whether `register_listed` has registered them already.
+    """
+    listed = {f'{module}.{name}' for module, names in REGISTERED.items() for name in names}
+    return listed | {name for name, _ in gin_internals._REGISTRY.items() if name not in _BY_IMPORT}
 
 
 def matches(selector: str) -> list[str]:

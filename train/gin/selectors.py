@@ -9,12 +9,13 @@ are translated to ours before the comparison.
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from gin import config as gin_internals, config_parser
+from gin import config_parser
 
-from partitioning.rules import nearest
+from partitioning.spelling import nearest
 from train.errors import ConfigError
 from train.gin import configurables
 from train.gin.configurables import BY_MODULE
@@ -158,20 +159,21 @@ class Resolver:
         matches = {n: c for n, c in self._named.items() if n.endswith(f'.{selector}')}
         if len({configurable.selector for configurable in matches.values()}) == 1:
             return next(iter(matches.values()))
-        own = configurables.matches(selector)
+        own = self._matches(selector)
         if len(matches) > 1 or len(own) > 1:
             raise ConfigError(
                 f'{statement.place}: {selector!r} is ambiguous: write one of '
                 f'{", ".join(sorted(matches or own))}'
             )
         if own:
-            return gin_internals._REGISTRY[own[0]]
+            return self._registered(own[0])
         head, _, rest = selector.partition('.')
         names = [f'{module}.{rest}' for module in self._everywhere().get(head, ())]
         listed = configurables.listed_names()
         for name in sorted(names, key=lambda name: self.aliases.translate(name) not in listed):
             return self._look_up(name, selector, statement)
-        known = configurables.known_names() | self._everywhere().keys()
+        known = configurables.written_names(configurables.registered_names())
+        known |= self._everywhere().keys()
         raise ConfigError(
             f'{statement.place}: no configurable {selector!r}.{nearest(selector, known)}'
         )
@@ -200,8 +202,16 @@ class Resolver:
                 raise ConfigError(f'{statement.place}: {name!r} {error}') from error
             if origin := configurables.foreign_origin(allowed, self.allow):
                 raise refusal(statement, f'{name!r}, which belongs to {origin!r},', origin)
-        self._named[written] = configurables.register(name)
+        self._named[written] = self._registered(name)
         return self._named[written]
+
+    def _matches(self, selector: str) -> list[str]:
+        """The full names that a selector may stand for without an import."""
+        return configurables.matches(selector)
+
+    def _registered(self, name: str) -> Any:
+        """gin's record of what a full name stands for."""
+        return configurables.register(name)
 
     def _unknown(self, written: str, selector: str, statement: Statement) -> ConfigError:
         """The error for a name that is not on the list."""
@@ -219,6 +229,20 @@ class Resolver:
                 f'{statement.place}: {selector!r} is {written}, which has no equivalent here{has}'
             )
         return refusal(statement, repr(selector), name)
+
+
+class ListedNames(Resolver):
+    """Resolves names by the list of names alone, and imports nothing.
+
+    It finds what no list has. The record of a name has only its `selector`.
+    """
+
+    def _matches(self, selector: str) -> list[str]:
+        names = configurables.registered_names()
+        return [n for n in sorted(names) if f'.{n}'.endswith(f'.{selector}')][:1]
+
+    def _registered(self, name: str) -> Any:
+        return types.SimpleNamespace(selector=name)
 
 
 def _names_in(module: str, names: Iterable[str]) -> list[str]:

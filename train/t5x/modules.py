@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gin
-import jax
 from gin import config as gin_internals
 
 from train.gin.configurables import BY_MODULE
@@ -93,6 +92,8 @@ def let_the_submesh_decide(statements: Sequence[Statement]) -> None:
         if name.endswith('PjitPartitioner') and 'num_partitions' in settings:
             submesh, count = map(_macro_value, (settings.get(SUBMESH), settings['num_partitions']))
             if submesh and count is not None:
+                import jax  # late, because names are checked before jax is imported
+
                 on_tpu = jax.default_backend() == 'tpu'
                 dropped = 'num_partitions' if on_tpu else SUBMESH
                 gin.bind_parameter((scope, name, dropped), None)
