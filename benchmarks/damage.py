@@ -48,13 +48,16 @@ OUTCOMES = {
 
 
 class Tables(Objective):
-    """Two arrays of realistic size, with normal numbers in float32 and in bfloat16."""
+    """Two arrays, with normal numbers in float32 and in bfloat16."""
+
+    def __init__(self, shape: tuple[int, ...] = SHAPE):
+        self.shape = shape
 
     def init(self, key: jax.Array, batch: Any) -> Any:
         keys, dtypes = jax.random.split(key), {'single': jnp.float32, 'half': jnp.bfloat16}
         return {
             'params': {
-                name: jax.random.normal(one, SHAPE, dtype)
+                name: jax.random.normal(one, self.shape, dtype)
                 for one, (name, dtype) in zip(keys, dtypes.items(), strict=True)
             }
         }
@@ -87,7 +90,7 @@ class Saved:
         return Path(self.run.directory) / 'checkpoints/2'
 
 
-def save_two_steps(folder: Path) -> Saved:
+def save_two_steps(folder: Path, shape: tuple[int, ...] = SHAPE) -> Saved:
     """Trains a run of two steps on two devices, and saves both."""
     states = dict[int, list[np.ndarray]]()
 
@@ -96,7 +99,7 @@ def save_two_steps(folder: Path) -> Saved:
 
     config = TrainConfig(
         model_dir=str(folder / 'run'),
-        objective=Tables(),
+        objective=Tables(shape),
         partitioner=PjitPartitioner(
             mesh=MeshConfig(axes={'data': 2}, devices=jax.devices()[:2]), layout='fsdp'
         ),
