@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import hosts
 import jax
 import optax
 from small import partitioner, small_config
@@ -44,6 +45,8 @@ class Settings:
     Attributes:
       port, count, index: its place among the processes.
       devices: the number of its devices.
+      host: the host that it is on, if not this machine.
+      coordinator: the address of process 0.
       folder: MODEL_DIR if it is on this machine, and the beginning of the names of other files.
       store: MODEL_DIR if it is in a store.
       environment: more variables of the environment.
@@ -51,6 +54,7 @@ class Settings:
       moment: when it happens: the beginning of what the process does then.
       delay: how many seconds later it happens.
       steps: the number of steps.
+      rows: the size of a batch.
       mesh: the size of the model axis.
       heartbeat, init, watchdog: the limits in seconds.
       step_seconds: how long a step takes at least, so that something can happen in it.
@@ -63,10 +67,13 @@ class Settings:
     store: str = ''
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     devices: int = 2
+    host: hosts.Host | None = None
+    coordinator: str = '127.0.0.1'
     fault: str = ''
     moment: str = ''
     delay: float = 0.0
     steps: int = 8
+    rows: int = 8
     mesh: int = 2
     heartbeat: float = 10.0
     init: float = 60.0
@@ -83,6 +90,11 @@ def raise_in_main_thread():
     ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(Fault))
 
 
+def move_clock(seconds):
+    true_time = time.time
+    time.time = lambda: true_time() + seconds
+
+
 def hang():
     while True:
         time.sleep(0.05)
@@ -96,6 +108,9 @@ FAULTS = {
     'SIGINT': lambda: os.kill(os.getpid(), signal.SIGINT),
     'SIGHUP': lambda: os.kill(os.getpid(), signal.SIGHUP),
     'exception': raise_in_main_thread,
+    'clock ahead': lambda: move_clock(3600.0),
+    'clock behind': lambda: move_clock(-3600.0),
+    'from outside': lambda: None,  # What happens then, happens to its host.
 }
 
 
@@ -173,6 +188,7 @@ def config(settings):
         Path(),
         partitioner=partitioner(settings.count * settings.devices // model_axis, model_axis),
         task=CausalLM(source=Records(records=texts, holdout_percent=20.0)),
+        batch_size=settings.rows,
         total_steps=steps + 1 if fault == 'other steps' else steps,
         seed=1 if fault == 'other seed' else 0,
         hooks=[at_step],
@@ -200,7 +216,7 @@ def command(settings):
         watchdog_seconds=settings.watchdog,
     )
     port = settings.port if fault != 'unreachable' else 1
-    address = ProcessAddress(f'127.0.0.1:{port}', settings.count, settings.index, 'the test')
+    address = ProcessAddress(f'{settings.coordinator}:{port}', settings.count, settings.index, 'the test')
     if fault == 'jax cannot connect':
         connect = jax.distributed.initialize
         others = set(range(settings.count)) - {settings.index}
@@ -249,6 +265,8 @@ def main(settings, path):
       path: the file.
     """
     os.environ.update(settings.environment)
+    if settings.host is not None:
+        hosts.enter(settings.host)
     with open(path, 'w') as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -28,9 +29,9 @@ class Ending:
     codes: list[int | None]
     texts: list[str]
 
-    def survivors(self, victim):
-        """What the processes without the fault have printed."""
-        return [text for index, text in enumerate(self.texts) if index != victim]
+    def survivors(self, *victims):
+        """What the processes without a fault have printed."""
+        return [text for index, text in enumerate(self.texts) if index not in victims]
 
 
 def draw_fault(rng):
@@ -51,13 +52,27 @@ def results(folder, step):
     return arrays, kept
 
 
-def run(folder, count, victim=None, *, limit=300.0, missing=(), **settings):
+def run(
+    folder,
+    count,
+    victim=None,
+    *,
+    network=None,
+    from_outside=None,
+    stopped=(),
+    limit=300.0,
+    missing=(),
+    **settings,
+):
     """Runs several processes until they end.
 
     Args:
       folder: MODEL_DIR.
       count: their number.
       victim: the process with the fault.
+      network: hosts, one for each process; without them, all are on this machine.
+      from_outside: called with the processes when the victim begins its fault.
+      stopped: the processes that `from_outside` stops: they are killed at the end.
       limit: the seconds after which all are killed.
       missing: the processes that are never started.
       **settings: the settings of all of them; 'fault', 'moment' and 'delay' are of the victim.
@@ -76,13 +91,19 @@ def run(folder, count, victim=None, *, limit=300.0, missing=(), **settings):
                 count=count,
                 index=index,
                 folder=str(folder),
+                **({} if network is None else _place(network, index)),
                 **settings,
                 **(of_victim if index == victim else {}),
             )
             arguments = (own, str(outputs[index]))
             processes[index] = context.Process(target=faulty_process.main, args=arguments)
             processes[index].start()
-        ended = _wait(processes, victim if of_victim.get('fault') == 'SIGSTOP' else None, limit)
+        if from_outside is not None:
+            events = Path(f'{folder}.events-{victim}')
+            arguments = (events, processes, from_outside)
+            threading.Thread(target=_act_at_fault, args=arguments, daemon=True).start()
+        stopped = {*stopped, *([victim] if of_victim.get('fault') == 'SIGSTOP' else [])}
+        ended = _wait(processes, stopped, limit)
     codes = [processes[i].exitcode if i in ended else None for i in range(count)]
     texts = [path.read_text() if path.exists() else '' for path in outputs]
     moment = _moment_of_fault(folder, count, victim)
@@ -90,12 +111,26 @@ def run(folder, count, victim=None, *, limit=300.0, missing=(), **settings):
     return Ending(seconds, codes, texts)
 
 
+def _place(network, index):
+    """The settings of a process on a host of its own."""
+    return {'host': network.hosts[index], 'coordinator': network.hosts[0].address}
+
+
+def _act_at_fault(events, processes, action):
+    """Calls an action with the processes when one of them has noted its fault."""
+    while any(process.is_alive() for process in processes.values()):
+        if events.exists() and ' of process ' in events.read_text():
+            action(processes)
+            return
+        time.sleep(0.01)
+
+
 def _wait(processes, stopped, limit):
-    """The time at which each process has ended. A stopped one is killed at the end."""
+    """The time at which each process has ended. Stopped ones are killed at the end."""
     deadline, ended = time.time() + limit, {}
-    while time.time() < deadline and len(ended) < len(processes) - (stopped is not None):
+    while time.time() < deadline and len(ended) < len(processes.keys() - stopped):
         for index, process in processes.items():
-            if index not in ended and index != stopped and not process.is_alive():
+            if index not in ended and index not in stopped and not process.is_alive():
                 ended[index] = time.time()
         time.sleep(0.02)
     for process in processes.values():

@@ -13,6 +13,7 @@ from train.processes import together
 from train.processes.disagreements import differences, disagreement
 from train.processes.hub import Hub
 from train.processes.joining import relay
+from train.processes.unanswered import UnansweredConnections
 from train.processes.wire import Connection, Limits
 
 pytestmark = pytest.mark.core
@@ -33,9 +34,10 @@ class Run:
     def say(self, index, kind, **content):
         self.hub.handle(index, {'kind': kind, **content})
 
-    def beat(self, index, place='step 5', quiet=0.0, waits=False, compiles=False):
+    def beat(self, index, **changes):
         self.hub._seen[index].silent = 0.0  # as its thread does with every message
-        self.say(index, 'beat', place=place, quiet=quiet, waits=waits, compiles=compiles)
+        usual = {'place': 'step 5', 'quiet': 0.0, 'waits': False, 'compiles': False}
+        self.say(index, 'beat', **usual | {'unanswered': {}} | changes)
 
     def wait(self, seconds):
         for _ in range(int(seconds)):
@@ -84,6 +86,48 @@ def test_a_process_without_a_sign_of_life_is_named():
     assert end['code'] == 75 and end['causes'] == [2]
     assert end['line'].startswith('process 2 on c has given no sign of life for 31 s')
     assert "'the save of step 4'" in end['line'] and '--heartbeat_seconds=30' in end['line']
+
+
+def test_two_processes_that_cannot_reach_each_other_are_named(tmp_path):
+    run = Run(hosts=['a', 'b', 'c'])
+    run.hub._addresses = {'10.0.0.1': [0], '10.0.0.3': [2]}
+    waiting = {'waits': True, 'quiet': 40.0}
+    elsewhere = {'10.0.0.9': 40.0, '10.0.0.3': 29.0}  # a store, and not yet for long
+    run.beat(1, unanswered=elsewhere, **waiting), run.beat(0), run.beat(2, **waiting)
+    run.wait(1)
+    assert run.heard(1) == []
+    run.beat(1, unanswered={'10.0.0.3': 31.0}, waits=True, quiet=31.0)
+    run.wait(1)
+    [end] = run.heard(2)
+    assert end['code'] == 75 and end['causes'] == [1, 2]
+    assert end['line'].startswith('process 1 on b has had no answer from process 2 on c for 31 s')
+
+
+TABLE = '''  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100007F:0035 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 7 1
+   1: 01004D0A:D431 03004D0A:9C40 01 00000400:00000000 01:00000040 00000005     0        0 8 1
+   2: 01004D0A:D432 04004D0A:9C41 01 00000400:00000000 01:00000010 00000000     0        0 9 1
+   3: 01004D0A:D433 05004D0A:9C42 01 00000400:00000000 01:00000040 00000005     0        0 10 1
+'''
+TABLE_6 = '''  sl  local_address  remote_address  st tx_queue rx_queue tr tm->when retrnsmt  uid  timeout inode
+   0: 0000000000000000FFFF000001004D0A:01BB 0000000000000000FFFF000006004D0A:01BB 01 00000001:00000000 01:00000014 00000001     0        0 11 1
+'''
+
+
+def test_connections_are_unanswered_while_the_kernel_sends_their_data_again(tmp_path):
+    """Written after the documentation of /proc/net/tcp: one listens, and one is not ours."""
+    (tmp_path / 'net').mkdir(), (tmp_path / 'fd').mkdir()
+    (tmp_path / 'net/tcp').write_text(TABLE), (tmp_path / 'net/tcp6').write_text(TABLE_6)
+    for number in (7, 8, 9, 11):
+        (tmp_path / f'fd/{number}').symlink_to(f'socket:[{number}]')
+    connections = UnansweredConnections(tmp_path)
+    assert connections.seconds(100.0) == {'10.77.0.3': 0.0, '10.77.0.6': 0.0}
+    (tmp_path / 'net/tcp6').unlink()
+    assert connections.seconds(107.0) == {'10.77.0.3': 7.0}
+    (tmp_path / 'net/tcp').write_text(TABLE.replace('00000005', '00000000'))
+    assert connections.seconds(108.0) == {}
+    (tmp_path / 'net/tcp').write_text(TABLE)
+    assert connections.seconds(109.0) == {'10.77.0.3': 0.0}
 
 
 def test_a_hub_that_was_stopped_itself_blames_nobody():

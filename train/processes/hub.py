@@ -31,6 +31,7 @@ class _Seen:
       name: what messages call it, such as 'process 3 (host b)'.
       silent: the seconds since its last message.
       quiet: the seconds for which it has made no progress, by its own clock.
+      unanswered: for how many seconds each address has not answered it.
       passed: the tick that it had passed when the hub asked it to pause, or None.
     """
 
@@ -41,6 +42,7 @@ class _Seen:
     quiet: float = 0.0
     waits: bool = False
     compiles: bool = False
+    unanswered: Mapping[str, float] = dataclasses.field(default_factory=dict)
     passed: int | None = None
     left: bool = False
     closed: bool = False
@@ -65,6 +67,7 @@ class Hub:
             for index in sorted(connections)
         }
         self._limits, self._clock, self._checked = limits, clock, clock()
+        self._addresses = _addresses(connections)
         self._lock = threading.RLock()
         self._gathered: dict[int, dict[int, Message]] = {}
         self._signal: tuple[int, int] | None = None  # the signal, and the process that received it
@@ -106,6 +109,7 @@ class Hub:
                 seen = self._seen[index]
                 seen.place, seen.quiet = str(message['place']), float(message['quiet'])
                 seen.waits, seen.compiles = bool(message['waits']), bool(message['compiles'])
+                seen.unanswered = dict(message['unanswered'])
             case 'gather':
                 self._gather(index, message)
             case 'signal':
@@ -203,6 +207,8 @@ class Hub:
                 line = silent(seen.name, seen.place, seen.silent, limit)
                 self.end(line, RESTARTABLE, [index])
                 return
+        if self._check_network(present):
+            return
         limit = self._limits.watchdog_seconds
         patient = [i for i, seen in present.items() if seen.waits]
         is_late = any(present[i].quiet >= limit for i in patient)
@@ -222,6 +228,18 @@ class Hub:
                 stuck,
                 reason='stuck',
             )
+
+    def _check_network(self, present: Mapping[int, _Seen]) -> bool:
+        """Ends the run if a process that waits gets no answer from another one for too long."""
+        limit = self._limits.heartbeat_seconds
+        for index, seen in present.items():
+            for address, seconds in seen.unanswered.items():
+                others = [i for i in self._addresses.get(address, ()) if i in present]
+                if others and min(seconds, seen.quiet) > limit:
+                    line = unanswered(seen.name, present[others[0]].name, seconds, limit)
+                    self.end(line, RESTARTABLE, [index, others[0]])
+                    return True
+        return False
 
     # ---- the end
 
@@ -275,6 +293,26 @@ def silent(name: str, place: str, seconds: float, limit: float) -> str:
         f'{name} has given no sign of life for {seconds:,.0f} s, since it was at {place!r}: it is '
         f'stopped, or its host or network has failed (--heartbeat_seconds={limit:g})'
     )
+
+
+def unanswered(name: str, other: str, seconds: float, limit: float) -> str:
+    """Says that one process gets no answer from another one."""
+    return (
+        f'{name} has had no answer from {other} for {seconds:,.0f} s, although both give signs of '
+        f'life: the network between them has failed (--heartbeat_seconds={limit:g})'
+    )
+
+
+def _addresses(connections: Mapping[int, Connection]) -> dict[str, list[int]]:
+    """The processes at each address. Process 0 is where the others reach it."""
+    found: dict[str, list[int]] = {}
+    for index, connection in sorted(connections.items()):
+        if ends := connection.addresses():
+            own, other = ends
+            found.setdefault(other, []).append(index)
+            if 0 not in found.setdefault(own, []):
+                found[own].insert(0, 0)
+    return found
 
 
 def describe_waiting(indices: Sequence[int]) -> str:

@@ -19,6 +19,7 @@ from train.processes.activity import Activity, begin_activity, current_activity,
 from train.processes.hub import BEGIN, died, silent
 from train.processes.output import print_error
 from train.processes.signals import AFTER_CTRL_C, RESTARTABLE, handling, how_to_resume
+from train.processes.unanswered import UnansweredConnections
 from train.processes.watchdog import end_process
 from train.processes.wire import Connection, Limits, Message
 
@@ -128,7 +129,7 @@ class Member:
 
     def _beat(self) -> None:
         signs, since, cpu = -1, time.monotonic(), 0.0
-        last = since
+        last, unanswered = since, UnansweredConnections()
         while True:
             now, activity = time.monotonic(), current_activity()
             # A process that was stopped and continues has not been stuck in the meantime.
@@ -139,12 +140,15 @@ class Member:
             cpu = time.process_time()
             if activity.signs != signs or starts:
                 signs, since = activity.signs, now
+            if not activity.is_waiting:
+                unanswered = UnansweredConnections()
             self._connection.send(
                 'beat',
                 place=activity.title,
                 quiet=now - since,
                 waits=activity.is_waiting,
                 compiles=activity.is_compiling,
+                unanswered=unanswered.seconds(now) if activity.is_waiting else {},
             )
             time.sleep(self.limits.beat_seconds)
 

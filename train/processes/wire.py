@@ -235,6 +235,15 @@ class Connection:
         self._seals = make_seals(secret, own, theirs)
         return True
 
+    def addresses(self) -> tuple[str, str] | None:
+        """The addresses of this end and of the other one, or None without a network between."""
+        with contextlib.suppress(OSError):
+            ends = self._socket.getsockname(), self._socket.getpeername()
+            if self._socket.family in (socket.AF_INET, socket.AF_INET6):
+                own, other = (end[0].removeprefix('::ffff:') for end in ends)
+                return own, other
+        return None
+
     def is_closed(self) -> bool:
         """Whether the other end has closed it. No other thread may receive meanwhile."""
         self._socket.setblocking(False)
