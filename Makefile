@@ -2,6 +2,7 @@
 # make test         lint, type-check and test
 # make test-long    the tests of tens of seconds each: notebooks, compilers, runs from start to end
 # make test-processes  faults of several processes, by name and at random (an hour)
+# make test-pod     faults of hosts with a network of their own (hours; Linux, as root)
 # make smoke        test every room in under a minute
 # make smoke-lowest the same with the lowest versions that pyproject.toml allows
 # make notebooks    execute the notebooks and write their outputs into them
@@ -21,7 +22,7 @@ LOWEST ?= $(VENV)-lowest
 PARALLEL := -n 3 --dist worksteal --durations=20
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: quickstart test test-long test-processes smoke smoke-lowest lint format notebooks docs benchmarks wheel-check clean
+.PHONY: quickstart test test-long test-processes test-pod smoke smoke-lowest lint format notebooks docs benchmarks wheel-check clean
 
 quickstart: $(VENV)/.train
 	$(VENV)/bin/meshwright train quickstart --gin.MODEL_DIR='$(MODEL_DIR)'
@@ -37,6 +38,9 @@ test-long: $(DEV)/.dev
 test-processes: $(DEV)/.dev
 	$(DEV)/bin/python benchmarks/process_faults.py --results build/process_faults.jsonl --named \
 		--random 200
+
+test-pod: $(DEV)/.dev
+	$(DEV)/bin/python benchmarks/pod_faults.py --results build/pod_faults.jsonl --hosts 8,16,64
 
 smoke: $(DEV)/.dev
 	$(DEV)/bin/python -m pytest -n 2 --dist loadfile -m smoke $(PYTEST_ARGS)

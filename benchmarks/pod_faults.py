@@ -200,12 +200,16 @@ def train(trial: Trial, run: Path, network: Network, victim: int | None = None, 
 def judge(trial: Trial, ending: Any) -> dict[str, Any]:
     """What came of a run with faults."""
     victims = {host for host, _, _ in trial.faults}
-    expected = {name: FAULTS[name].expected if name in FAULTS else INSIDE[name]
-                for _, name, _ in trial.faults}
+    expected = {
+        name: FAULTS[name].expected if name in FAULTS else INSIDE[name]
+        for _, name, _ in trial.faults
+    }
     others = [code for i, code in enumerate(ending.codes) if i not in victims]
     went_on = set(others) == {0}
     culprits = victims | {
-        (host + 1) % trial.hosts for host, name, _ in trial.faults if name == 'cut off from the next'
+        (host + 1) % trial.hosts
+        for host, name, _ in trial.faults
+        if name == 'cut off from the next'
     }
     last = [text.splitlines()[-1] for text in ending.survivors(*victims) if text]
     named = [any(f'process {i}' in line for i in culprits) for line in last]
@@ -260,7 +264,9 @@ def shrink(trial: Trial, folder: Path) -> Trial:
 
 def print_table(trials: list[dict[str, Any]]) -> None:
     """Prints the sums, the time that each fault took to end the run, and what went wrong."""
-    print(f'{len(trials)} trials on {", ".join(map(str, sorted({t["hosts"] for t in trials})))} hosts')
+    print(
+        f'{len(trials)} trials on {", ".join(map(str, sorted({t["hosts"] for t in trials})))} hosts'
+    )
     for key in ('ended', 'as expected', 'named', 'resumed', 'right'):
         print(f'{key}: {sum(t[key] for t in trials)}')
     for name in [*FAULTS, *INSIDE]:

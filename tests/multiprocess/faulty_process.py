@@ -216,7 +216,9 @@ def command(settings):
         watchdog_seconds=settings.watchdog,
     )
     port = settings.port if fault != 'unreachable' else 1
-    address = ProcessAddress(f'{settings.coordinator}:{port}', settings.count, settings.index, 'the test')
+    address = ProcessAddress(
+        f'{settings.coordinator}:{port}', settings.count, settings.index, 'the test'
+    )
     if fault == 'jax cannot connect':
         connect = jax.distributed.initialize
         others = set(range(settings.count)) - {settings.index}

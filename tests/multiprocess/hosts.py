@@ -94,7 +94,12 @@ class Network:
         for address in addresses:
             _in_a_thread(self._add_host, address)
         self.hosts = [
-            Host(f'host{i}', addresses[i], f'/proc/{os.getpid()}/fd/{self._namespaces[i]}', f'{names}')
+            Host(
+                f'host{i}',
+                addresses[i],
+                f'/proc/{os.getpid()}/fd/{self._namespaces[i]}',
+                f'{names}',
+            )
             for i in range(count)
         ]
         self._ends, self._end = os.pipe()

@@ -3,6 +3,7 @@
 import signal
 
 import faulty_runs
+import hosts
 import pytest
 
 STEPS = 6
@@ -62,3 +63,23 @@ def test_a_run_with_one_fault_after_another_ends_and_resumes_as_if_it_had_none(t
     assert (ending.codes, ending.texts[1]) == ([-signal.SIGKILL, 0], '')
     found, expected = (faulty_runs.results(folder / 'run', STEPS) for folder in (tmp_path, whole))
     assert found == expected
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not())
+def test_two_hosts_that_cannot_reach_each_other_end_the_run_and_are_named(tmp_path):
+    """Process 0 reaches both, and all of them wait in a collective."""
+
+    def cut(processes):
+        network.set_cable(1, 2, hosts.CUT)
+        network.set_cable(2, 1, hosts.CUT)
+
+    with hosts.Network(3, tmp_path) as network:
+        settings = {'network': network, 'from_outside': cut, 'fault': 'from outside'}
+        sizes = {'devices': 1, 'mesh': 1, 'rows': 6, 'steps': STEPS, 'init': 60.0}
+        ending = faulty_runs.run(tmp_path / 'run', 3, 1, moment='step 3', **settings, **sizes)
+    assert ending.codes == [75, 75, 75], ending.texts
+    for text in ending.texts:
+        line = text.splitlines()[-1]
+        assert 'has had no answer from process' in line
+        assert 'process 1 on host1' in line and 'process 2 on host2' in line

@@ -103,15 +103,15 @@ def test_two_processes_that_cannot_reach_each_other_are_named(tmp_path):
     assert end['line'].startswith('process 1 on b has had no answer from process 2 on c for 31 s')
 
 
-TABLE = '''  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+TABLE = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt
    0: 0100007F:0035 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 7 1
    1: 01004D0A:D431 03004D0A:9C40 01 00000400:00000000 01:00000040 00000005     0        0 8 1
    2: 01004D0A:D432 04004D0A:9C41 01 00000400:00000000 01:00000010 00000000     0        0 9 1
    3: 01004D0A:D433 05004D0A:9C42 01 00000400:00000000 01:00000040 00000005     0        0 10 1
-'''
-TABLE_6 = '''  sl  local_address  remote_address  st tx_queue rx_queue tr tm->when retrnsmt  uid  timeout inode
-   0: 0000000000000000FFFF000001004D0A:01BB 0000000000000000FFFF000006004D0A:01BB 01 00000001:00000000 01:00000014 00000001     0        0 11 1
-'''
+"""
+TABLE_6 = """  sl  local_address  remote_address  st tx_queue rx_queue tr tm->when retrnsmt
+   0: 0:1 0000000000000000FFFF000006004D0A:01BB 01 00000001:00000000 01:00000014 00000001 0 0 11
+"""
 
 
 def test_connections_are_unanswered_while_the_kernel_sends_their_data_again(tmp_path):
