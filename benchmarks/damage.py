@@ -1,11 +1,14 @@
-"""Damages every file of a saved step, and counts how often a run notices.
+"""Damages the files of a saved step, and counts how often a run notices.
 
   python benchmarks/damage.py [--bits 64] [--folder DIR]
+  python benchmarks/damage.py --random 1000 [--folder DIR]
 
 A run saves step 1 and step 2. Then each file of step 2 is truncated, emptied and removed, and
-random bits of it are flipped, one at a time. After each damage, the start of a run looks for its
-newest checkpoint and restores it, as `train` does. It should name the file and restore step 1, bit
-for bit. The results are written to DIR as they come, and the command continues where it stopped.
+random bits of it are flipped, one at a time. With `--random`, each trial is a random change of one
+of the `KINDS`, such as a file of another step, of another run, or a link. After each damage, the
+start of a run looks for its newest checkpoint and restores it, as `train` does. It should name what
+is wrong and restore step 1, bit for bit, or restore step 2 if its arrays are right. The results are
+written to DIR as they come, and the command continues where it stopped.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import json
+import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +37,7 @@ from partitioning import PjitPartitioner
 from partitioning.mesh import MeshConfig
 from train import TrainConfig, train
 from train.checkpoints import CheckpointConfig, open_checkpoints
+from train.checkpoints.steps.manifest import _with_checksum
 from train.data import CausalLM, Records
 from train.objectives import Loss, Objective
 from train.reporting.console import RunConsole
@@ -90,7 +97,7 @@ class Saved:
         return Path(self.run.directory) / 'checkpoints/2'
 
 
-def save_two_steps(folder: Path, shape: tuple[int, ...] = SHAPE) -> Saved:
+def save_two_steps(folder: Path, shape: tuple[int, ...] = SHAPE, seed: int = 0) -> Saved:
     """Trains a run of two steps on two devices, and saves both."""
     states = dict[int, list[np.ndarray]]()
 
@@ -111,7 +118,7 @@ def save_two_steps(folder: Path, shape: tuple[int, ...] = SHAPE) -> Saved:
         checkpoints=CheckpointConfig(period=1, when_busy='wait'),
         hooks=[keep],
         writers=(),
-        seed=0,
+        seed=seed,
     )
     with contextlib.redirect_stdout(sys.stderr):
         train(config)
@@ -169,23 +176,179 @@ def outcome(saved: Saved, file: str) -> str:
     return 'previous step' if named else 'not named'
 
 
+# Random changes. Each changes step 2 of the first run, and returns the path of what it changed.
+
+
+def choose(saved: Saved, rng: np.random.Generator, pattern: str = '*') -> Path:
+    """A random file of step 2."""
+    files = sorted(p for p in saved.newest.rglob(pattern) if p.is_file())
+    return files[rng.integers(len(files))]
+
+
+def flip(saved: Saved, other: Saved, rng: np.random.Generator) -> Path:
+    """A few bits of a file change."""
+    path = choose(saved, rng)
+    content = bytearray(path.read_bytes() or b'0')
+    for bit in rng.integers(8 * len(content), size=rng.integers(1, 5)):
+        content[bit // 8] ^= 1 << int(bit) % 8
+    path.write_bytes(content)
+    return path
+
+
+def resize(saved: Saved, other: Saved, rng: np.random.Generator) -> Path:
+    """A file is cut off, repeated, or filled with zeros."""
+    path = choose(saved, rng)
+    content = path.read_bytes()
+    cut = content[: rng.integers(max(1, len(content)))]
+    made = (cut, content + content, cut + bytes(len(content) - len(cut)))
+    path.write_bytes(made[rng.integers(3)])
+    return path
+
+
+def of_other_step(saved: Saved, other: Saved, rng: np.random.Generator) -> Path:
+    """A file, or the folder of an array, is the one of step 1."""
+    return take(choose(saved, rng), saved.newest, saved.newest.with_name('1'), rng)
+
+
+def of_other_run(saved: Saved, other: Saved, rng: np.random.Generator) -> Path:
+    """A file, or the folder of an array, is the one of a run with another seed."""
+    return take(choose(saved, rng), saved.newest, other.newest, rng)
+
+
+def take(path: Path, here: Path, there: Path, rng: np.random.Generator) -> Path:
+    """Replaces a file, or the folder that it is in, with the same one of another step."""
+    path = path.parent if path.parent != here and rng.random() < 0.5 else path
+    source = there / path.relative_to(here)
+    if path.is_dir() and source.is_dir():
+        shutil.rmtree(path)
+        shutil.copytree(source, path)
+    elif path.is_file() and source.is_file():
+        shutil.copy(source, path)
+    else:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return path
+
+
+def exchange(saved: Saved, other: Saved, rng: np.random.Generator) -> Path:
+    """Two files of the step have each other's names."""
+    one, two = choose(saved, rng), choose(saved, rng)
+    contents = one.read_bytes(), two.read_bytes()
+    one.write_bytes(contents[1])
+    two.write_bytes(contents[0])
+    return one
+
+
+def edit_manifest(saved: Saved, other: Saved, rng: np.random.Generator) -> Path:
+    """An entry of the manifest is another; half of the time the manifest is sealed again."""
+    path = saved.newest / 'manifest.json'
+    held = json.loads(path.read_text())
+    names = sorted(held['files'])
+    one, two = (names[i] for i in rng.choice(len(names), 2, replace=False))
+    way = rng.integers(4)
+    if way == 0:
+        held['files'][one] = held['files'][two]
+    elif way == 1:
+        held['files'][f'{one}.old'] = held['files'].pop(one)
+    elif way == 2:
+        held['step'] += int(rng.integers(-1, 2))
+    else:
+        held['files'][one][int(rng.integers(2))] = '0'
+    sealed = {k: v for k, v in held.items() if k != 'checksum'}
+    path.write_text(_with_checksum(sealed) if rng.random() < 0.5 else json.dumps(held))
+    return path
+
+
+def duplicate(saved: Saved, other: Saved, rng: np.random.Generator) -> Path:
+    """A file or the whole step is there twice, under another name."""
+    if rng.random() < 0.5:
+        path = choose(saved, rng)
+        shutil.copy(path, path.with_name(f'{path.name}.copy'))
+        return path
+    name = ('3', '02', '2.copy', '2 (copy)')[rng.integers(4)]
+    shutil.copytree(saved.newest, saved.newest.with_name(name))
+    return saved.newest
+
+
+def link(saved: Saved, other: Saved, rng: np.random.Generator) -> Path:
+    """A file is a link: to nothing, to itself, to a device, to step 1, or to its own content."""
+    path = choose(saved, rng)
+    kept = saved.newest.parents[1] / 'kept'
+    shutil.copy(path, kept)
+    step_1 = saved.newest.with_name('1') / path.relative_to(saved.newest)
+    target = (Path('gone'), path, Path('/dev/zero'), step_1, kept)[rng.integers(5)]
+    path.unlink()
+    path.symlink_to(target)
+    return path
+
+
+def touch(saved: Saved, other: Saved, rng: np.random.Generator) -> Path:
+    """A file has another time, other rights, or another owner."""
+    path = choose(saved, rng)
+    way = rng.integers(3)
+    if way == 0:
+        os.utime(path, (0, rng.integers(2**33)))
+    elif way == 1:
+        path.chmod(int(rng.integers(0o1000)))
+    elif os.geteuid() == 0:
+        os.chown(path, 12345, 12345)
+    return path
+
+
+KINDS = (
+    *(flip, resize, of_other_step, of_other_run, exchange),
+    *(edit_manifest, duplicate, link, touch),
+)
+
+
+def random_trials(
+    saved: Saved, other: Saved, count: int
+) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Trials of random kinds, the same ones in each call."""
+    for number in range(count):
+        yield f'random {number}', functools.partial(run_random, saved, other, number)
+
+
+def run_random(saved: Saved, other: Saved, number: int) -> dict[str, Any]:
+    """Makes a random change, and returns what happens. The files are as before afterwards."""
+    rng = np.random.default_rng(number)
+    kind = KINDS[number % len(KINDS)]
+    folder = saved.newest.parent
+    with tempfile.TemporaryDirectory() as scratch:
+        shutil.copytree(folder, Path(scratch) / 'all')
+        try:
+            path = kind(saved, other, rng)
+            found = outcome(saved, '')
+        finally:
+            shutil.rmtree(folder)
+            shutil.copytree(Path(scratch) / 'all', folder)
+    file = path.relative_to(folder).as_posix()
+    return {'kind': kind.__name__.replace('_', ' '), 'file': file, 'outcome': found}
+
+
 # The whole campaign.
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
     parser.add_argument('--bits', type=int, default=64, help='the bits to flip in each file')
+    parser.add_argument('--random', type=int, help='the random changes to try instead')
     parser.add_argument('--folder', type=Path, help='where the results are, to continue them')
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as scratch:
-            saved = save_two_steps(Path(scratch))
-            done = run_trials(folder / 'damage.jsonl', trials(saved, options.bits))
+            shape = SHAPE if options.random is None else (16, 32)
+            saved = save_two_steps(Path(scratch), shape)
+            made = trials(saved, options.bits)
+            if options.random is not None:
+                other = save_two_steps(Path(scratch) / 'other', shape, seed=1)
+                made = random_trials(saved, other, options.random)
+            done = run_trials(folder / 'damage.jsonl', made)
     counts = collections.Counter((one['kind'], one['outcome']) for one in done)
     show(counts)
-    return int(any(outcome != 'previous step' for _, outcome in counts))
+    allowed = ('previous step', 'unnoticed') if options.random is not None else ('previous step',)
+    return int(any(outcome not in allowed for _, outcome in counts))
 
 
 def trials(saved: Saved, bits: int) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:

@@ -34,7 +34,7 @@ from benchmarks.hostile_input import write_parquet
 from meshwright.checking import settings as checked
 from meshwright.dumps.drawing import dump_table
 from meshwright.dumps.reading import read_dump
-from meshwright.records.record import Record
+from meshwright.records.files import read_golden
 from partitioning import PjitPartitioner, Plan
 from partitioning.compat.autodist import AllReduce, Strategy
 from train import data
@@ -118,7 +118,7 @@ def read_plans(folder: Path, changed: Path) -> None:
     elif changed.name == 'strategy.json':
         Strategy.deserialize(changed).report()
     else:
-        Record.from_json(changed.read_text(encoding='utf-8'))
+        read_golden(changed, 'run it again')
 
 
 # Checkpoints.

@@ -112,6 +112,11 @@ def unfinished(folder, step):
     (folder / f'{step}/manifest.json').unlink()
 
 
+def linked_to_nothing(path):
+    path.unlink()
+    path.symlink_to('gone')
+
+
 FOREIGN = {
     'an empty folder': (lambda f: (f / '11').mkdir(), r'/11 is not a checkpoint'),
     'files of a user': (lambda f: write(f / '11/notes.txt'), r'/11 is not a checkpoint'),
@@ -135,6 +140,10 @@ FOREIGN = {
         lambda f: write(f / '10/_CHECKPOINT_METADATA', '{"version": 99}'),
         r'/10 is damaged: _CHECKPOINT_METADATA has 15 bytes instead of',
     ),
+    'a link to nothing': (
+        lambda f: linked_to_nothing(f / '10/_CHECKPOINT_METADATA'),
+        r'/10 is damaged: _CHECKPOINT_METADATA is missing',
+    ),
     'a renamed step': (
         lambda f: (f / '10').rename(f / '14'),
         r'/14 is a copy of step 10 under another name',
@@ -152,7 +161,8 @@ def test_what_is_not_a_good_step_is_named_and_kept(folder, what):
     make(folder)
     said, before = [], contents(folder)
     newest = newest_step(folder, said.append)
-    assert newest == (8 if what in ('another version', 'a renamed step') else 10)
+    damaged_10 = what in ('another version', 'a renamed step', 'a link to nothing')
+    assert newest == (8 if damaged_10 else 10)
     [line] = said
     assert re.search(expected, line) and '\n' not in line
     # A run resumes, and keeps one step only.

@@ -168,6 +168,7 @@ def test_strategies_of_one_content_have_one_id():
         (('[32, 8]', '[-32, 8]'), r"'emb': \"shape\" must be a list of sizes, not \[-32, 8\]"),
         (('["A", "A"]', '"AA"'), "'emb': \"servers\" must be a list, not 'AA'"),
         (('"sparse": false', '"sparse": "no"'), "'emb': \"sparse\" must be a bool, not 'no'"),
+        (('"name": "emb"', '"name": {}'), '{}: "name" must be a str, not {}'),
         (('{', '['), 'JSON'),
     ],
 )

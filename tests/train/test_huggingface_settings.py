@@ -72,6 +72,7 @@ REFUSED = [
     ('llama3_1', {'head_dim': None, 'num_attention_heads': 5}, 'hidden_size is 16'),
     ('llama3_1', {'head_dim': None, 'num_attention_heads': 0}, 'hidden_size is 16'),
     ('llama3_1', {'partial_rotary_factor': 0.5}, 'partial_rotary_factor is 0.5'),
+    ('mistral', {'num_hidden_layers': 10**12}, 'num_hidden_layers is 1,000,000,000,000: at most'),
     ('qwen2', {'layer_types': ['full_attention', *['sliding_attention'] * 2]}, 'layer_types'),
     ('qwen2', {'layer_types': ['chunked_attention'] * 3}, "'chunked_attention'"),
     ('gpt2', {'activation_function': 'gelu'}, "activation_function is 'gelu'"),

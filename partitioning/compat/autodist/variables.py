@@ -171,6 +171,7 @@ _VARIABLE_KEYS = tuple(field.name for field in dataclasses.fields(Variable))
 _NODE_KEYS = tuple(f.name for f in dataclasses.fields(NodeConfig) if f.name != 'variable')
 _TYPES: dict[str, type] = dict.fromkeys(('shape', 'servers', 'groups'), list)
 _TYPES |= dict.fromkeys(('sparse', 'local_replication'), bool)
+_TYPES |= dict.fromkeys(('name', 'partitioner'), str)
 
 
 def row_of(node: NodeConfig) -> dict[str, Any]:
@@ -188,6 +189,8 @@ def node_of(row: Any) -> NodeConfig:
             raise ValueError(f'{where}: "{key}" must be a {kind.__name__}, not {row[key]!r}')
     if not all(is_count(size) or size == 0 for size in row['shape']):
         raise ValueError(f'{where}: "shape" must be a list of sizes, not {row["shape"]!r}')
+    if not all(isinstance(group, int) for group in row['groups']):
+        raise ValueError(f'{where}: "groups" must be a list of integers, not {row["groups"]!r}')
     try:
         variable = Variable(**{key: row[key] for key in _VARIABLE_KEYS})
     except TypeError as error:

@@ -13,6 +13,8 @@ from train.errors import ConfigError, first_line
 
 FILE = 'config.json'
 MAX_BYTES = 2**20
+MOST_LAYERS = 1_000  # Layers are listed one by one.
+_COUNTS_OF_LAYERS = ('num_hidden_layers', 'num_layers', 'num_decoder_layers', 'n_layer')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +23,14 @@ class ConfigJson:
 
     values: Mapping[str, Any]
     where: str
+
+    def __post_init__(self) -> None:
+        for key in _COUNTS_OF_LAYERS:
+            count = self.values.get(key)
+            if isinstance(count, int | float) and count > MOST_LAYERS:
+                raise ConfigError(
+                    f'{self.where}: {key} is {count:,}: at most {MOST_LAYERS:,} are read'
+                )
 
     def get(self, key: str, default: Any = None) -> Any:
         """A setting, or the default if it is missing or null."""

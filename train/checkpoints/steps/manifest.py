@@ -151,7 +151,10 @@ def is_array_file(name: str) -> bool:
 
 
 def find_files(folder: epath.Path) -> dict[str, int]:
-    """The size in bytes of each file of a step, by its path, without the manifest and its parts."""
+    """The size in bytes of each file of a step, by its path, without the manifest and its parts.
+
+    A link that leads nowhere is missing from it.
+    """
     sizes = dict[str, int]()
     if is_remote(folder):
         store, root = fsspec.url_to_fs(str(folder))
@@ -166,8 +169,9 @@ def find_files(folder: epath.Path) -> dict[str, int]:
         for name in names:
             key = name if below == '.' else f'{below}/{name}'
             # Another process may rename its part at this moment, so its size is not asked for.
-            if not _is_of_manifest(key):
-                sizes[key] = os.stat(os.path.join(root, name), follow_symlinks=True).st_size
+            path = os.path.join(root, name)
+            if not _is_of_manifest(key) and (os.path.exists(path) or not os.path.islink(path)):
+                sizes[key] = os.stat(path).st_size
     return sizes
 
 
