@@ -8,10 +8,12 @@
 # make notebooks    execute the notebooks and write their outputs into them
 # make docs         build the documentation into build/site
 # make wheel-check  install a wheel into a new environment, and train with it in an empty folder
+# make lock         write the exact versions and hashes of what the tests use today to .ci/locks
+# make vulnerabilities  look for known vulnerabilities of these versions
 #
 # Each command makes its own virtual environment. The one for tests also contains the compilers for
 # TPUs and GPUs, which jax would otherwise use to look for devices. PYTHON=python3.12 chooses the
-# interpreter.
+# interpreter. LOCKED=yes installs only the files whose hashes are in .ci/locks (Linux on x86-64).
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -22,7 +24,8 @@ LOWEST ?= $(VENV)-lowest
 PARALLEL := -n 3 --dist worksteal --durations=20
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: quickstart test test-long test-processes test-pod smoke smoke-lowest lint format notebooks docs benchmarks wheel-check clean
+.PHONY: quickstart test test-long test-processes test-pod smoke smoke-lowest lint format notebooks \
+	docs benchmarks wheel-check lock vulnerabilities clean
 
 quickstart: $(VENV)/.train
 	$(VENV)/bin/meshwright train quickstart --gin.MODEL_DIR='$(MODEL_DIR)'
@@ -91,12 +94,28 @@ $(VENV)/.train: $(VENV)/.python pyproject.toml
 	@$(VENV)/bin/python $(PIP) --editable '.[train]'
 	@touch $@
 
+lock: $(DEV)/.dev
+	PATH="$(abspath $(DEV))/bin:$$PATH" $(DEV)/bin/python .ci/lock
+
+vulnerabilities: $(DEV)/.dev
+	@for lock in .ci/locks/*.txt; do echo "-- $$lock"; $(DEV)/bin/uv tool run pip-audit --strict --no-deps \
+		--disable-pip --require-hashes --progress-spinner=off --requirement "$$lock" || exit 1; done
+
+ifdef LOCKED
+$(DEV)/.dev: $(DEV)/.python pyproject.toml
+	@echo "installing the files of .ci/locks into $(DEV) (once, a few minutes)"
+	@$(DEV)/bin/python $(PIP) --no-deps --require-hashes --requirement \
+		".ci/locks/$$($(DEV)/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt"
+	@$(DEV)/bin/python $(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+else
 $(DEV)/.dev: $(DEV)/.python pyproject.toml
 	@echo "installing into $(DEV) (once, about a minute)"
 	@# pip does not find versions that fit together among the libraries of S3; uv does at once.
 	@$(DEV)/bin/python $(PIP) uv
 	@$(DEV)/bin/uv pip install --quiet --python $(DEV)/bin/python --editable '.[dev]'
 	@touch $@
+endif
 
 $(LOWEST)/.lowest: $(DEV)/.dev
 	@echo "installing the lowest versions into $(LOWEST) (once, about a minute)"

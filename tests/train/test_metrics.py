@@ -67,10 +67,20 @@ def test_every_record_of_the_resumed_step_is_kept(tmp_path):
     assert read(tmp_path) == [{'step': 2, 'train/loss': 1.0}, {'step': 2, 'eval/loss': 2.0}]
 
 
-@pytest.mark.parametrize('half', ['{"step": 3, "lo', '{"step": 3}', '{"step": 1, "loss": 1.0}'])
-def test_an_incomplete_last_line_is_dropped(tmp_path, half):
+@pytest.mark.parametrize(
+    'half',
+    [
+        b'{"step": 3, "lo',
+        b'{"step": 3}',
+        b'{"step": 1, "loss": 1.0}',
+        b'{"step": 1, "\xff": 1.0}\n',
+        b'%s\n' % (b'[' * 9000),
+    ],
+    ids=range(5),
+)
+def test_an_incomplete_or_damaged_last_line_is_dropped(tmp_path, half):
     write(tmp_path, 0, (1, {'loss': 4.0}))
-    with (tmp_path / 'metrics.jsonl').open('a') as file:
+    with (tmp_path / 'metrics.jsonl').open('ab') as file:
         file.write(half)
     write(tmp_path, 3, (4, {'loss': 2.0}))
     assert read(tmp_path) == [{'step': 1, 'loss': 4.0}, {'step': 4, 'loss': 2.0}]

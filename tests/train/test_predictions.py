@@ -132,6 +132,12 @@ def test_a_stopped_command_resumes_after_its_last_part(tmp_path, monkeypatch, ca
         ConfigError, match=r'parts of another run: predict was shift and is shift_t'
     ):
         write(tmp_path, predict=shift_two)
+    kept = (folder / 'settings.json').read_bytes()
+    for damaged in (b'\xff', b'', b'[1]', b'null'):
+        (folder / 'settings.json').write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r'settings\.json cannot be read'):
+            write(tmp_path)
+    (folder / 'settings.json').write_bytes(kept)
     parts[0].write_text('{"marked": 1}\n')
     write(tmp_path)
     assert 'resumes at example 8 of 10' in capsys.readouterr().out

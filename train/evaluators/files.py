@@ -15,8 +15,9 @@ from typing import Any
 from etils import epath
 
 from partitioning.untrusted_text import parse_json
-from train.errors import ConfigError, os_errors_as
+from train.errors import ConfigError, first_line, os_errors_as
 from train.paths import replacing
+from train.reporting.writers import is_record
 
 
 def write_metrics(folder: epath.Path, task: str, step: int, scores: Mapping[str, float]) -> None:
@@ -25,8 +26,8 @@ def write_metrics(folder: epath.Path, task: str, step: int, scores: Mapping[str,
     Lines of this step and of later steps are replaced: they are from before a run was resumed.
     """
     path = _path(folder, f'{task}-metrics.jsonl')
-    lines = path.read_text().splitlines() if path.exists() else []
-    kept = [line for line in lines if json.loads(line)['step'] < step]
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    kept = [line.decode().rstrip('\n') for line in lines if is_record(line, step - 1)]
     _replace(path, [*kept, json.dumps({'step': step, **scores})])
 
 
@@ -67,7 +68,13 @@ class PartFiles:
         """
         settings, file = json.loads(json.dumps(dict(settings))), self.folder / SETTINGS
         if file.exists():
-            found = parse_json(file.read_text())
+            try:
+                found = {**parse_json(file.read_text())}
+            except (OSError, ValueError, TypeError) as error:
+                raise ConfigError(
+                    f'{file} cannot be read ({first_line(error)}): delete the folder, or write to '
+                    'another output_dir'
+                ) from error
             changed = [k for k in {**found, **settings} if found.get(k) != settings.get(k)]
             if changed:
                 name = changed[0]

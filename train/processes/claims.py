@@ -16,6 +16,7 @@ import shlex
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -135,6 +136,24 @@ class Claim:
         return f'{self.owner or "an unknown process"}, since {since}'
 
 
+# The types in the file of a claim. A process has a number of at most 2**31 - 1. Times are in seconds
+# since 1970, or in ticks since the boot; later ones than 5138 are not written.
+_NUMBER = (int, float)
+_OF_OWNER = {'host': (str,), 'machine': (str,), 'pid': (int,), 'born': (*_NUMBER, type(None))}
+_OF_CLAIM = {'since': _NUMBER, 'holds': (bool,), 'place': (str,)}
+_LARGEST = {'pid': 2**31 - 1, 'born': 1e11, 'since': 1e11}
+
+
+def _checked(found: Any, kinds: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
+    """What a file says. Raises a ValueError, KeyError or TypeError if it is not of these types."""
+    for name, kind in kinds.items():
+        value = found[name]
+        is_small = type(value) not in _NUMBER or 0 <= value <= _LARGEST[name]
+        if type(value) not in kind or not is_small:
+            raise ValueError(f'{name} is {value!r}')
+    return {**found, 'command': str(found['command'])} if 'command' in found else found
+
+
 class ClaimedFolder:
     """The claims in a folder: on a local disk, on a shared file system, or in a store."""
 
@@ -184,8 +203,8 @@ class ClaimedFolder:
         """Returns a claim, or None if it has been removed."""
         try:
             found: Any = parse_json(self.file(token).read_text())
-            owner = Owner(**found.pop('owner'))
-            return Claim(**{**found, 'owner': owner, 'token': token})
+            owner = Owner(**_checked(found.pop('owner'), _OF_OWNER))
+            return Claim(**{**_checked(found, _OF_CLAIM), 'owner': owner, 'token': token})
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError, AttributeError):

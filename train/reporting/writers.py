@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import jax
 from etils import epath
 
+from partitioning.untrusted_text import parse_json
 from train.errors import ConfigError, FailurePolicy, describe_error, import_optional
 from train.paths import is_remote
 from train.processes.together import raise_on_all_processes
@@ -161,12 +162,12 @@ class JsonWriter:
 
     def __init__(self, directory: epath.Path, resumed_step: int):
         self.path = epath.Path(directory) / 'metrics.jsonl'
-        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
-        self._lines = [line for line in lines if _is_record(line, resumed_step)]
+        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        self._lines = [line for line in lines if is_record(line, resumed_step)]
         self.num_dropped = len(lines) - len(self._lines)
         self._file = AppendedFile(self.path)
         if self.num_dropped:
-            self._file.replace(''.join(self._lines).encode())
+            self._file.replace(b''.join(self._lines))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         values = {k: v if math.isfinite(v) else None for k, v in scalars.items()}
@@ -179,17 +180,17 @@ class JsonWriter:
             if record['step'] != step or not any(key.startswith(prefixes) for key in record):
                 kept.append(line)
         if len(kept) < len(self._lines):
-            self._file.replace(''.join(kept).encode())
+            self._file.replace(b''.join(kept))
             self._lines = kept
 
     def close(self) -> None:
         self._file.close()
 
 
-def _is_record(line: str, last_step: int) -> bool:
+def is_record(line: bytes, last_step: int) -> bool:
     """Whether a line is a complete record of `last_step` or an earlier step."""
     try:
-        return line.endswith('\n') and json.loads(line)['step'] <= last_step
+        return line.endswith(b'\n') and parse_json(line)['step'] <= last_step
     except (ValueError, TypeError, KeyError):
         return False
 
