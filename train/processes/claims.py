@@ -136,8 +136,8 @@ class Claim:
         return f'{self.owner or "an unknown process"}, since {since}'
 
 
-# The types in the file of a claim. A process has a number of at most 2**31 - 1. Times are in seconds
-# since 1970, or in ticks since the boot; later ones than 5138 are not written.
+# The types in the file of a claim, and its largest numbers. Times are in seconds since 1970, which
+# are dates until the year 5138, or in ticks since the boot.
 _NUMBER = (int, float)
 _OF_OWNER = {'host': (str,), 'machine': (str,), 'pid': (int,), 'born': (*_NUMBER, type(None))}
 _OF_CLAIM = {'since': _NUMBER, 'holds': (bool,), 'place': (str,)}
