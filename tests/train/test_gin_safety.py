@@ -8,11 +8,11 @@ from gin_fixtures import load_config
 
 from train.errors import ConfigError
 from train.gin.checks import check_listed
-from train.gin.configurables import BY_MODULE, register_listed
+from train.gin.configurables import BY_MODULE, register_all
 from train.gin.parsing import read_statements
 from train.t5x.modules import ALIASES
 
-register_listed()  # as every command does
+register_all()
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 DYNAMIC = 'from __gin__ import dynamic_registration\n'

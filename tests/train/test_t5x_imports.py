@@ -10,10 +10,10 @@ from gin_fixtures import load_config
 from partitioning.partitioner.t5x_settings import T5xSettings
 from train.errors import ConfigError
 from train.gin.checks import is_gone
-from train.gin.configurables import listed_names, register, register_listed
+from train.gin.configurables import listed_names, register, register_all
 from train.t5x.modules import ALIASES
 
-register_listed()  # as every command does
+register_all()
 pytestmark = pytest.mark.core
 
 DYNAMIC = 'from __gin__ import dynamic_registration\n'

@@ -1,7 +1,7 @@
 """The names that gin files may use, and gin's registry of what they stand for.
 
-names.ini lists the names as text. Some are registered with gin at once; the others when a gin file
-names them.
+names.ini lists the names as text. Each is registered with gin, and its module imported, when a gin
+file names it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ def _read(section: str) -> dict[str, list[str]]:
 
 REGISTERED = _read('registered')
 BY_MODULE = REGISTERED | _read('by module')
+# The modules of the registered names by the last part of the names, in the order of the list.
+_HOMES: dict[str, list[tuple[str, str]]] = {}
+for _module, _names in REGISTERED.items():
+    for _name in _names:
+        _HOMES.setdefault(_name.rpartition('.')[2], []).append((_module, _name))
 
 GIN_OWN = ('macro', 'gin.macro', 'singleton', 'gin.singleton', 'gin.constant', 'constant')
 # Configurables that a gin file has named by an import. A name without a module never stands for
@@ -49,27 +54,33 @@ def load_plan(path: str) -> Plan:
     return Plan.load(path)
 
 
+def register_all() -> None:
+    """Registers all names of the first section of names.ini with gin, for messages and lists."""
+    for last in _HOMES:
+        _register_named(last)
+
+
 @functools.cache
-def register_listed() -> None:
-    """Registers the names of the first section of names.ini with gin, once."""
-    for module, names in REGISTERED.items():
-        for name in names:
-            _register(module, name)
+def _register_named(last: str) -> None:
+    """Registers the names of the first section of names.ini that end with `last`, once."""
+    for module, name in _HOMES.get(last, ()):
+        _register(module, name)
 
 
 def _register(module: str, name: str) -> None:
     """Registers a function or class, unless gin has this name or the library does not have it.
 
-    Users may have registered it under another name before. Unlike
-    `gin.external_configurable`, this notes the module from which the written configuration of a run
-    imports the name. The module where it is defined may be private.
+    Users may have registered it under another name before. Several libraries have the same
+    function under the same name: the first one counts. Unlike `gin.external_configurable`, this
+    notes the module from which the written configuration of a run imports the name. The module
+    where it is defined may be private.
     """
     try:
         found = attrgetter(name)(importlib.import_module(module))
     except AttributeError:
         return
     known = gin_internals._inverse_lookup(found)
-    if known is None or known.name not in REGISTERED.get(known.module, ()):
+    if known is None or (known.module, known.name) not in _HOMES[name.rpartition('.')[2]]:
         source = _import_of(module)
         gin_internals._make_configurable(
             found, name, module, avoid_class_mutation=True, import_source=(source, name)
@@ -105,7 +116,7 @@ def written_names(names: Iterable[str]) -> set[str]:
 def registered_names() -> set[str]:
     """The full names of what gin files may name without importing its module.
 
-    It does not matter whether `register_listed` has registered them already.
+    It does not matter which of them are registered already.
     """
     listed = {f'{module}.{name}' for module, names in REGISTERED.items() for name in names}
     return listed | {name for name, _ in gin_internals._REGISTRY.items() if name not in _BY_IMPORT}
@@ -113,6 +124,7 @@ def registered_names() -> set[str]:
 
 def matches(selector: str) -> list[str]:
     """The full names of the registered configurables that a selector without imports may mean."""
+    _register_named(selector.rpartition('.')[2])
     found = gin_internals._REGISTRY.matching_selectors(selector)
     return [name for name in found if name not in _BY_IMPORT or name == selector]
 
@@ -122,6 +134,7 @@ def register(name: str) -> Any:
 
     `name` is the full name of a listed or allowed function, class or method.
     """
+    _register_named(name.rpartition('.')[2])
     if name in gin_internals._REGISTRY:
         return gin_internals._REGISTRY[name]
     home, path = _split(name)
@@ -173,6 +186,7 @@ def find_allowed(name: str, allow: Sequence[str]) -> Any:
 
 def foreign_origin(found: Any, allow: Sequence[str]) -> str | None:
     """The module of an object that is outside the allowed packages and unknown to gin."""
+    register_all()
     origin = getattr(found, '__module__', None) or type(found).__module__
     foreign = not is_within(origin, allow) and gin_internals._inverse_lookup(found) is None
     return origin if foreign else None

@@ -14,7 +14,7 @@ from gin import config as gin_internals, config_parser
 
 from train.errors import ConfigError, first_line
 from train.gin import checks, parsing
-from train.gin.configurables import parameters_of, register_listed
+from train.gin.configurables import parameters_of, register
 from train.gin.parsing import Statement, follow_macros, is_within, parse, read_statements
 from train.gin.selectors import NO_ALIASES, Aliases, Resolver, is_import
 
@@ -100,7 +100,6 @@ def configure(
     aliases: Aliases = NO_ALIASES,
 ) -> None:
     """Checks statements, and configures gin with them; see `load_config`."""
-    register_listed()
     checks.import_modules(statements, allow, aliases)
     resolver = checks.check_names(statements, allow, aliases)
     check_types(statements, resolver)
@@ -184,7 +183,7 @@ def find_entry() -> Callable[..., Any]:
             f'the gin files configure {" and ".join(configured)}, but a command runs only one of '
             'them: remove the settings of the others'
         )
-    return gin_internals._REGISTRY[(configured or ENTRY_POINTS)[0]].wrapper
+    return register((configured or ENTRY_POINTS)[0]).wrapper
 
 
 def find_config() -> Any:
@@ -220,7 +219,8 @@ def find_model(text: str, aliases: Aliases = NO_ALIASES) -> Any:
     Raises a ConfigError if the file is invalid.
     """
     configure(parse(text, 'config.gin'), aliases=aliases)
-    settings = gin.get_bindings('train.config.TrainConfig', resolve_references=False)
+    trainer = register('train.config.TrainConfig').wrapper
+    settings = gin.get_bindings(trainer, resolve_references=False)
     # When gin copies a reference, it calls the function that the reference names.
     objective = copy.deepcopy(settings.get('objective'))
     return getattr(getattr(objective, 'model', None), 'config', None)

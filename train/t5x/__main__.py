@@ -20,7 +20,6 @@ no equivalent and why. Nothing is trained.
 def _report(options: argparse.Namespace) -> None:
     from train.errors import ConfigError
     from train.gin import checks
-    from train.gin.configurables import register_listed
     from train.gin.load import find_entry
     from train.gin.parsing import read_statements
     from train.reporting.console import SafeConsole
@@ -32,7 +31,6 @@ def _report(options: argparse.Namespace) -> None:
     if not files:
         raise ConfigError('no gin file: add FILE.gin')
     statements = read_statements(files, bindings, folders)
-    register_listed()
     checks.import_modules(statements, allow, ALIASES)
     notes = list(describe_imports(statements))
     rows = report_rows(statements, allow)

@@ -99,17 +99,47 @@ def is_held_out(name: str, percent: float) -> bool:
 
 
 def _local_files(root: epath.Path | None, pattern: str, exclude: Sequence[str]) -> Iterator[File]:
-    for match in glob.iglob(os.path.expanduser(pattern), root_dir=root, recursive=True):
+    def is_excluded(name: str) -> bool:
+        return any(part in f'/{name}' for part in exclude)
+
+    def name_of(match: str) -> str:
         name = os.path.normpath(match)
         if root is not None and os.path.isabs(match):
             name = name.removeprefix(f'{os.path.abspath(root)}/')
-        if any(part in f'/{name}' for part in exclude):
+        return name
+
+    def skip(folder: str) -> bool:
+        return is_excluded(f'{name_of(folder)}/')
+
+    for match in _glob('' if root is None else str(root), os.path.expanduser(pattern), skip):
+        if is_excluded(name := name_of(match)):
             continue
         path = (root or epath.Path()) / match
         with os_errors_as(f'{path} cannot be read:'):
             status = os.stat(path)
         if S_ISREG(status.st_mode):
             yield File(name, path, status.st_size, status.st_mtime_ns)
+
+
+def _glob(root: str, pattern: str, skip: Callable[[str], bool]) -> Iterator[str]:
+    """Yields what `glob` does, but does not look into the folders below `**` that `skip` names.
+
+    Python's own library may contain all installed packages, which are many more files.
+    """
+    head, recursive, tail = pattern.partition('**/')
+    if not recursive or '**' in tail or head[-1:] not in ('', '/'):
+        yield from glob.iglob(pattern, root_dir=root or None, recursive=True)
+        return
+    folders = [*glob.iglob(head, root_dir=root or None)] if head else ['']
+    while folders:
+        folder = folders.pop()
+        place = os.path.join(root, folder) or os.curdir
+        for match in glob.iglob(tail, root_dir=place):
+            yield os.path.join(folder, match)
+        with contextlib.suppress(OSError), os.scandir(place) as entries:  # as glob does
+            names = [e.name for e in entries if e.name[0] != '.' and e.is_dir()]
+            inside = (os.path.join(folder, name) for name in names)
+            folders += [one for one in inside if not skip(one)]
 
 
 def _objects(folder: epath.Path, place: epath.Path, exclude: Sequence[str]) -> Iterator[File]:
