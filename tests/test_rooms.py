@@ -4,6 +4,7 @@ A room is a folder of a package, or a file next to these folders.
 """
 
 import ast
+import collections
 import functools
 import itertools
 import subprocess
@@ -190,36 +191,75 @@ def test_modules_and_functions_do_not_share_a_name(package):
     assert not {name: functions[name] for name in functions.keys() & modules}
 
 
-def loaded_by(statement):
-    code = f'import sys; {statement}; print(*sorted(sys.modules))'
+def loaded_by(*statements):
+    """The names of the modules that are loaded after each statement of a new process."""
+    show = 'print("loaded", *sys.modules)'
+    code = '\n'.join(['import sys', *(f'{one}\n{show}' for one in statements)])
     out = subprocess.run(
         [sys.executable, '-c', code], cwd=ROOT, check=True, capture_output=True, text=True
     )
-    return set(out.stdout.split())
+    lines = [line.split() for line in out.stdout.splitlines() if line.startswith('loaded ')]
+    return [set(names) for _, *names in lines]
 
 
 def test_import_partitioning_is_light():
-    loaded = loaded_by('from partitioning import PjitPartitioner')
+    [loaded] = loaded_by('from partitioning import PjitPartitioner')
     assert {'jax', 'partitioning.partitioner'} <= loaded
     heavy = {'flax', 'optax', 'meshwright', 'rich', 'train', 'tensorflow', 'torch', *NOT_IN_CORE}
     assert not (heavy | {'partitioning.pictures'}) & loaded
 
 
 def test_import_meshwright_is_light():
-    loaded = loaded_by('import meshwright; from meshwright import forecast')
+    of_jax, loaded = loaded_by('import jax', 'import meshwright; from meshwright import forecast')
     assert {'jax', 'meshwright.forecasting'} <= loaded
     heavy = {'flax', 'optax', 'absl', 'rich', 'train', *NOT_IN_CORE}
-    assert not heavy & (loaded - loaded_by('import jax'))
+    assert not heavy & (loaded - of_jax)
     assert not {'partitioning.partitioner', 'partitioning.programs'} & loaded
 
 
-def test_a_training_run_loads_no_forecast_and_no_gin():
-    loaded = loaded_by('from train import TrainConfig, train')
-    assert 'train.running.training' in loaded
-    assert not {name for name in loaded if name.split('.')[0] == 'meshwright'}
-    assert 'gin' not in loaded
-    own_modules = {n for n in loaded if n.split('.')[0] in FLOORS}
-    assert len(own_modules) <= 230
+ONE_STEP = """
+import flax.linen, numpy, optax
+from partitioning import PjitPartitioner
+from train import Supervised
+from train.checkpoints import CheckpointConfig
+from train.data import Examples
+
+programs = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: event.endswith('backend_compile_duration') and programs.append(event)
+)
+rows = numpy.ones((8, 4), numpy.float32)
+loss = lambda outputs, batch: outputs[:, 0] ** 2
+train(TrainConfig(
+    model_dir={folder!r}, total_steps=1, batch_size=8, seed=0, writers=(), evaluators={{}},
+    objective=Supervised(model=flax.linen.Dense(1), inputs='x', row_loss=loss),
+    partitioner=PjitPartitioner(layout='data_parallel'), optimizer=optax.adam(1e-2),
+    task=Examples(training={{'x': rows}}), checkpoints=CheckpointConfig(period=0),
+))
+assert len(programs) == 3, programs  # the random key, the state and the step
+"""
+
+
+def test_a_training_run_loads_what_it_uses(tmp_path):
+    """Without a save, Orbax is loaded only because Grain imports it."""
+    of_jax, imported, stepped, configured = loaded_by(
+        'import jax',
+        'from train import TrainConfig, train',
+        ONE_STEP.format(folder=str(tmp_path)),
+        "from train.gin.load import load_config; load_config(['configs/runs/quickstart.gin'])",
+    )
+
+    def counts(loaded):
+        by_package = collections.Counter(name.split('.')[0] for name in loaded - of_jax)
+        own = sum(by_package.pop(package, 0) for package in FLOORS)
+        return own, sum(n for p, n in by_package.items() if p not in sys.stdlib_module_names)
+
+    assert 'train.running.training' in imported
+    for loaded, most in ((imported, (180, 760)), (stepped, (184, 775)), (configured, (216, 785))):
+        own, foreign = counts(loaded)
+        assert own <= most[0] and foreign <= most[1], (own, foreign)
+        assert not {'meshwright', 'flax.nnx', 'tensorboardX'} & loaded
+    assert 'gin' not in stepped
 
 
 @pytest.mark.parametrize('package', FLOORS)

@@ -53,7 +53,9 @@ def names(source):
 
 def test_files_come_once_each_sorted_by_name(tmp_path):
     contents = {'b.txt': b'b', 'a/z.txt': b'az', 'a.txt': b'a', 'c/d/e.txt': b'cde', 'n.md': b'n'}
-    write(tmp_path, contents | {'skip/x.txt': b'no', 'a/test/y.txt': b'no'})
+    write(tmp_path, contents | {'skip/x.txt': b'no', 'a/test/d/y.txt': b'no', '.h/x.txt': b'no'})
+    (tmp_path / 'linked').symlink_to(tmp_path / 'a/test')  # glob follows it
+    contents['linked/d/y.txt'] = b'no'
     source = TextFiles(
         pattern=['**/*.txt', '*.md', 'a/*', 'c/../b.txt', f'{tmp_path}/c/**/*.txt'],
         exclude=['/skip/', '/test/'],

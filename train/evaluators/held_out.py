@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import lzma
 import math
 import zlib
@@ -28,7 +29,7 @@ from train.evaluators.evaluator import (
     partition_scoring,
 )
 from train.machine.devices import must_wait_for_steps
-from train.objectives.objective import Objective, Ratio, compute_loss, divide, make_eval_step
+from train.objectives.objective import Objective, Ratio, compute_loss, divide
 from train.processes.activity import wait_for_devices
 from train.reporting.reports import format_scores, score_chart
 
@@ -87,10 +88,10 @@ class HeldOut:
             batch = abstract_batch(held_out.rows[0], size, run.config.partitioner)
             sharding = next(iter(batch.values())).sharding
             batch['row_weights'] = jax.ShapeDtypeStruct((size,), np.float32, sharding=sharding)
-            _check_fillers(name, held_out, run, batch)
         batches = finite_batches(run, held_out.rows, size)
         with run.console.phase(f'compiling the evaluation {name}'):
             partitioned = partition_scoring(run, _make_score_step(run.config.objective))
+            _check_fillers(name, held_out, run, batch, partitioned)
             eval_step = compile_scoring(run, partitioned, batch)
         return PreparedHeldOut(self.every, name, run, held_out, batches, eval_step)
 
@@ -157,11 +158,15 @@ def _make_score_step(objective: Objective) -> Any:
 
 
 def _check_fillers(
-    name: str, held_out: EvaluationSet, run: EvaluatedRun, batch: Mapping[str, jax.ShapeDtypeStruct]
+    name: str,
+    held_out: EvaluationSet,
+    run: EvaluatedRun,
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+    score_step: Any,
 ) -> None:
     """Checks that the rows that fill up the last batch do not count."""
     size, count = batch['row_weights'].shape[0], len(held_out.rows)
-    if count % size == 0 or _uses_weights(run, batch):
+    if count % size == 0 or _uses_weights(run, batch, score_step):
         return
     raise ConfigError(
         f'{name}: {count} held-out rows do not fill batches of {size}, and the objective ignores '
@@ -170,22 +175,24 @@ def _check_fillers(
     )
 
 
-def _uses_weights(run: EvaluatedRun, batch: Mapping[str, jax.ShapeDtypeStruct]) -> bool:
-    """Whether the loss depends on an array of the batch that is 0 for rows of zeros."""
+def _uses_weights(
+    run: EvaluatedRun, batch: Mapping[str, jax.ShapeDtypeStruct], score_step: Any
+) -> bool:
+    """Whether the loss depends on an array of the batch that is 0 for rows of zeros.
+
+    `score_step` is partitioned, and jax keeps this trace for its compilation.
+    """
     state = run.plan.abstract_state
-    eval_step = make_eval_step(run.config.objective)
-    weights = {name: value for name, value in batch.items() if name.endswith('weights')}
-    others = {name: value for name, value in batch.items() if name not in weights}
-
-    def loss(weights: Any, params: Any, variables: Any, others: Any) -> Any:
-        return eval_step(params, variables, {**others, **weights})['loss']
-
-    jaxpr = jax.make_jaxpr(loss)(weights, state.params, state.flax_mutables, others).jaxpr
-    needed = set(jaxpr.outvars)
+    traced = score_step.trace(state.params, state.flax_mutables, batch)
+    jaxpr, (sums, ratios) = traced.jaxpr.jaxpr, traced.out_info
+    others = jax.tree.map(lambda _: False, (state.params, state.flax_mutables))
+    of_weights = jax.tree.leaves((others, {name: name.endswith('weights') for name in batch}))
+    of_loss = jax.tree.leaves(({name: name == 'loss' for name in sums}, [False] * len(ratios)))
+    needed = set(itertools.compress(jaxpr.outvars, of_loss))
     for equation in reversed(jaxpr.eqns):
         if needed.intersection(equation.outvars):
             needed.update(v for v in equation.invars if isinstance(v, jax.extend.core.Var))
-    return not needed.isdisjoint(jaxpr.invars[: len(weights)])
+    return not needed.isdisjoint(itertools.compress(jaxpr.invars, of_weights))
 
 
 def compute_baselines(text: bytes) -> dict[str, float]:

@@ -293,7 +293,8 @@ def _run_with(stacked: Mapping[str, int], function: Callable[..., Any]) -> Calla
 
 def _is_schedule(rate: Any) -> bool:
     """Whether `rate` is a function from a step to a number."""
+    step = jax.ShapeDtypeStruct((), jnp.int32)
     try:
-        return callable(rate) and jax.eval_shape(rate, jnp.int32(0)).shape == ()
+        return callable(rate) and jax.eval_shape(rate, step).shape == ()
     except TypeError:
         return False

@@ -183,7 +183,9 @@ def plan_run(config: TrainConfig, row: Row) -> PlannedRun:
         kind = TrainState if config.ema_decay is None else AveragedState
         return kind.create(variables, made[-1])
 
-    key = step_key = jax.random.key(config.seed or 0, impl=config.prng_impl)
+    # Jitted, it is one program. Otherwise, each of its operations is compiled.
+    make_key = functools.partial(jax.random.key, config.seed or 0, impl=config.prng_impl)
+    key = step_key = jax.jit(make_key)()
     if config.split_key:
         key, step_key = jax.random.split(key)
     plan = dataclasses.replace(
