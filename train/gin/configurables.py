@@ -55,7 +55,7 @@ def load_plan(path: str) -> Plan:
 
 
 def register_all() -> None:
-    """Registers all names of the first section of names.ini with gin, for messages and lists."""
+    """Registers all names of the first section of names.ini with gin."""
     for last in _HOMES:
         _register_named(last)
 
