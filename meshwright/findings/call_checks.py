@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding, Sharding
@@ -11,7 +12,7 @@ from jax.sharding import NamedSharding, Sharding
 from meshwright.findings.program_facts import ProgramFacts
 from meshwright.jaxpr.writing_out import spec_axes
 from meshwright.user_lines import is_library
-from partitioning.amounts import bytes_str
+from partitioning.amounts import bytes_str, bytes_strs
 from partitioning.plan.findings import Finding
 from partitioning.rules import sharding_str
 
@@ -45,8 +46,23 @@ def find_changed_layouts(facts: ProgramFacts) -> Iterator[Finding]:
             'changed layout',
             facts.path(group[0]),
             f'{more}it is {before} when the function is called, and laid out by {after} in its '
-            f'result, so the next call compiles again; {what}',
+            f'result, so the next call compiles again{_held_twice(facts, group)}; {what}',
         )
+
+
+def _held_twice(facts: ProgramFacts, group: Sequence[int]) -> str:
+    """What arrays hold that come back with shards of another size; donating them frees nothing."""
+    numbers = {i: number for number, i in facts.pairs.items()}
+    held, returned = sum(map(facts.shard_bytes, group)), 0
+    for i in group:
+        aval, after = facts.traced.jaxpr.in_avals[i], facts.results[numbers[i]]
+        returned += math.prod(after.shard_shape(aval.shape)) * aval.dtype.itemsize
+    if abs(held - returned) < _LEAST_UNDONATED:
+        return ''
+    first, second = bytes_strs(held, returned)
+    donated = all(facts.traced.donated[i] for i in group)
+    reused = ': the memory of donated arrays is reused only for shards of their size'
+    return f', and each device holds {first} and then {second}{reused if donated else ""}'
 
 
 def find_changed_types(facts: ProgramFacts) -> Iterator[Finding]:

@@ -306,6 +306,25 @@ def test_a_state_that_compiles_again_is_what_jax_compiles_again(name):
     assert {*found} <= {'changed layout', 'weak type'}
 
 
+def test_a_donated_cache_that_comes_back_sharded_is_in_memory_twice():
+    mesh = mesh_of(data=8)
+    rows, whole = NamedSharding(mesh, P('data')), NamedSharding(mesh, P())
+
+    @functools.partial(jax.jit, donate_argnames='cache')
+    def prefill(w, cache, x):
+        k = jax.lax.dynamic_update_slice(cache['k'], (x @ w)[:, None], (0, 0, 0))
+        return {'k': jax.lax.with_sharding_constraint(k, rows)}, x.sum()
+
+    w, k, x = ((256, 256), whole), ((8, 64, 256), whole), ((8, 256), rows)
+    w, k, x = (jax.ShapeDtypeStruct(shape, 'float32', sharding=s) for shape, s in (w, k, x))
+    (found,) = mw.lint(prefill, w, {'k': k}, x)
+    assert (found.kind, found.where) == ('changed layout', 'cache/k')
+    # 8 * 64 * 256 * 4 bytes, and an eighth of them
+    assert 'each device holds 524.3 kB and then 65.5 kB: the memory of donated' in found.message
+    compiled = prefill.lower(w, {'k': k}, x).compile()
+    assert not compiled.memory_analysis().alias_size_in_bytes
+
+
 def test_lines_of_the_function():
     """A constraint that does not divide, a constant, a callback and a type that changes."""
     mesh = mesh_of(data=4, model=2)
