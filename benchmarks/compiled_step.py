@@ -1,10 +1,15 @@
 """What train steps of the shipped configurations cost on TPUs, next to MaxText's, without a TPU.
 
 Each row is compiled from shipped gin files for a described machine, in a process of its own, which
-takes 30 s to several minutes. All figures are per device and from the compiler: the peak of the
-memory in GB, the estimated computation in ms (without kernels and collectives), and what a step
+takes 30 s to several minutes. All figures are per device. Three are from the compiler: the peak of
+the memory in GB, the estimated computation in ms (without kernels and collectives), and what a step
 sends to other devices in GB. MaxText's are of the same sizes, batches, types and machines (August
 2026, jax 0.12.0.1, libtpu 0.0.51). A figure above its mark has a '!'.
+
+The next line is the forecast of the whole step by meshwright's model, with its parts in ms: they
+add up to the step. Exchanges count with what nothing hides; overheads are their latency, waiting
+and copies to and from the host. Of the bytes that are sent, it says how many the compiled program
+sends while it computes, by its schedule.
 
 Results are added to a file. Rows that it has are not compiled again, so a campaign can be resumed.
 
@@ -28,7 +33,10 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 from shipped_runs import RUNS
 
 from benchmarks.campaigns import measure_in_new_process, package_versions, run_named
-from meshwright.jaxpr import estimate_memory, lay_out_trace, list_collectives
+from meshwright.jaxpr import estimate_memory, list_collectives, trace_function
+from meshwright.program.costs import ProgramCosts
+from meshwright.time import Work, estimate_step_time, read_work
+from meshwright.time.layers import describe_layers
 from partitioning.hardware import CHIPS
 from train.gin.load import find_config, load_config
 from train.planning.precompiling import compile_step
@@ -80,11 +88,12 @@ def measure(name: str) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     run, costs = step.run, step.costs
     started_tracing = time.perf_counter()
-    trace = step.step.trace(run.plan.abstract_state, dict(run.batch))
-    traced = lay_out_trace(trace)
+    traced = trace_function(step.step, run.plan.abstract_state, dict(run.batch))
     estimated = estimate_memory(traced, CHIPS[costs.chip])
     estimated_wire = sum(c.total_bytes for c in list_collectives(traced))
     estimate_seconds = time.perf_counter() - started_tracing
+    mesh = config.partitioner.mesh
+    work = read_work(costs, traced.jaxpr, mesh.size, layers=describe_layers(traced))
     wire = {
         ' '.join((network, '+'.join(axes), kind)): size / 1e9
         for (network, axes, kind), size in costs.wire_table().items()
@@ -101,8 +110,32 @@ def measure(name: str) -> dict[str, Any]:
         'compute': costs.compute_seconds * 1e3,
         'wire': costs.wire_bytes() / 1e9,
         'wire_by_axes': wire,
+        'remat': run.remat,
+        **forecast_parts(work, mesh, costs),
         'seconds': seconds,
         'versions': package_versions('jax', 'libtpu'),
+    }
+
+
+# The words for the parts of a step that no exchange makes; all others are overheads.
+_PARTS = {'matrix products': 'products', 'kernels': 'kernels', 'other operations': 'others'}
+
+
+def forecast_parts(work: Work, mesh: Any, costs: ProgramCosts) -> dict[str, Any]:
+    """Returns the forecast of a step and its parts in ms, and how much is sent asynchronously."""
+    step = estimate_step_time(work, mesh)
+    assert step is not None  # the chips of all rows are known
+    parts = dict.fromkeys((*_PARTS.values(), 'exchanges', 'overheads'), 0.0)
+    for part in step.parts:
+        is_exchange = ' over ' in part.name
+        name = _PARTS.get(part.name, 'exchanges' if is_exchange else 'overheads')
+        parts[name] += part.exposed * 1e3
+    sent = sum(c.total_bytes for c in costs.collectives if c.asynchronous)
+    return {
+        'step': step.seconds * 1e3,
+        'parts': parts,
+        'at_peak': work.matmul_flops / CHIPS[work.chip].peak_flops_per_device * 1e3,
+        'sent_asynchronously': sent / 1e9,
     }
 
 
@@ -115,6 +148,13 @@ def print_table(results: Mapping[str, Mapping[str, Any]]) -> None:
         marks, peer = (dataclasses.asdict(of.get(row, Figures())) for of in (MARKS, PEERS))
         ours = {name: found[name] for name in marks}
         print(f'{row:<25}{_show(ours, marks):>24}{_show(marks):>24}{_show(peer):>24}')
+        if 'step' in found:
+            parts = ', '.join(f'{name} {ms:.0f}' for name, ms in found['parts'].items())
+            print(
+                f'  forecast of the step {found["step"]:.0f} ms: {parts}; products at the peak '
+                f'rate {found["at_peak"]:.0f} ms; {found["sent_asynchronously"]:.1f} GB are sent '
+                'while it computes'
+            )
         print(
             f'  arguments {found["arguments"]:.2f} GB, temporaries {found["temporaries"]:.2f} GB; '
             + ', '.join(

@@ -162,7 +162,8 @@ def _choose_attention(row: MeasuredRow) -> AttentionSettings:
     """
     if not row['hardware']['topology']:
         return AttentionSettings()
-    sizes = dict.fromkeys((field.name for field in dataclasses.fields(SplashBlocks)), 128)
+    names = [field.name for field in dataclasses.fields(SplashBlocks) if field.name != 'fused']
+    sizes = dict.fromkeys(names, 128)
     for ours, sides in _BLOCKS.items():
         usual = getattr(SplashBlocks, ours)
         sizes[ours] = max(row['attention']['blocks'].get(side, usual) for side in sides)

@@ -66,12 +66,12 @@ def record_script(topology: str, path: Path, arguments: Sequence[str], mode: Mod
     if there is a record, or one line that says why there is none.
     """
     # The flags were tried by the campaign.
-    _, script = check([topology, *arguments], 'recording')
+    options, script = check([topology, *arguments], 'recording')
     if mode != 'whole':
         _end_early(topology, path, mode)
     name, slices = split_slices(topology)
     machine = Machine(topology=describe_topology(name, num_slices=slices), process=None)
-    run = run_script(machine, Script(**script), steps=1)
+    run = run_script(machine, Script(**script), steps=1, wait=options.wait)
     if not any(one.trains for one in find_steps(run.functions)):
         return _why(run)
     step = max((one for one in run.functions if one.trains), key=lambda one: one.flops)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from small import RULES, partitioner
 
 from partitioning import MeshConfig, PjitPartitioner
-from train.attention import AttentionSettings, Sight, SplashBlocks, attend
+from train.attention import AttentionSettings, Sight, SplashBlocks, attend, splash
 from train.attention.parts import add_parts, attend_part, part_gradients
 from train.errors import ConfigError
 
@@ -108,7 +108,8 @@ def assert_as_defined(settings, partitioner, specs, length, kv_heads, *rest):
 @pytest.mark.parametrize('case', interpreted_later(CASES))
 def test_attention_agrees_with_its_definition(case):
     kind, mesh, kv_heads, *rest = case
-    settings = AttentionSettings(kind=kind, splash_blocks=BLOCKS, block_queries=100, block_keys=64)
+    blocks = dataclasses.replace(BLOCKS, fused=mesh[0] >= 4)
+    settings = AttentionSettings(kind=kind, splash_blocks=blocks, block_queries=100, block_keys=64)
     rules = [('kv_heads', None), *RULES] if kv_heads < mesh[1] else RULES
     on_mesh = partitioner(*mesh, logical_axis_rules=rules)
     assert_as_defined(settings, on_mesh, P('data'), LENGTH, kv_heads, *rest)
@@ -166,6 +167,26 @@ def test_long_rows_have_no_matrix_of_scores():
 def test_block_sizes_are_multiples_of_128():
     with pytest.raises(ConfigError, match=r'SplashBlocks\.keys is 200: .* multiple of 128'):
         SplashBlocks(keys=200)
+
+
+@pytest.mark.parametrize('kind', ['TPU v5', 'TPU v6 lite', 'TPU7x'])
+def test_blocks_of_causal_rows_are_the_fastest_that_were_measured(kind, monkeypatch):
+    """As published by tokamax 0.0.17 for heads of 128, of blocks of 1024 and 2048."""
+    monkeypatch.setattr(splash, 'device_kind', lambda: kind)
+    measured = {1024: 1024, 2048: 1024, 4096: 1024, 16384: 2048}
+    for length, size in measured.items():
+        blocks = splash.choose_blocks(AttentionSettings(), length, None)
+        assert (blocks.queries, blocks.keys, blocks.dkv_keys) == (size, size, size)
+
+
+@pytest.mark.parametrize(
+    'length, size, window', [(768, 128, None), (768, 256, 100), (768, 128, 300)]
+)
+def test_blocks_that_the_mask_leaves_are_counted(length, size, window):
+    distance = np.arange(length)[:, None] - np.arange(length)
+    seen = (distance >= 0) & (distance < (window or length))
+    blocks = seen.reshape(length // size, size, length // size, size).any(axis=(1, 3))
+    assert splash.count_blocks(length, size, window) == blocks.sum()
 
 
 # Rows that are divided over devices.

@@ -101,9 +101,9 @@ def _attend_by(kind: Kind, settings: AttentionSettings) -> Callable[..., jax.Arr
     if kind == 'cudnn':
         return attend_by_cudnn
     if kind == 'splash':
-        from train.attention.splash import attend_by_splash, choose_blocks  # imports Pallas
+        from train.attention.splash import attend_by_splash  # imports Pallas
 
-        return functools.partial(attend_by_splash, blocks=choose_blocks(settings))
+        return functools.partial(attend_by_splash, settings=settings)
     return functools.partial(
         attend_by_blocks, queries=settings.block_queries, keys=settings.block_keys
     )

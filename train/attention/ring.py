@@ -266,7 +266,8 @@ def attend_over_context(
             "length, or kind 'auto' or 'dot'"
         )
     by_splash = settings.kind == 'splash' or (settings.kind == 'auto' and platform() == 'tpu')
-    blocks = choose_blocks(settings) if by_splash and not half % LANES else None
+    by_splash = by_splash and not half % LANES
+    blocks = choose_blocks(settings, half, sight.known_window) if by_splash else None
 
     def body(q_BLHN: Any, k_BSKN: Any, v_BSKN: Any, sight: Sight) -> jax.Array:
         segments_BS, local = sight.segments_BL, sight.local

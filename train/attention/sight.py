@@ -37,6 +37,9 @@ class SplashBlocks:
       dkv_keys_compute: as `keys_compute`, in that kernel.
       dq_queries: as `queries`, in the kernel of the gradient of queries.
       dq_keys: as `keys`, in that kernel.
+      fused: whether the kernel of the gradients of keys and values also computes the gradient of
+        queries, with 5 products in place of 7. It returns one array of the size of the queries per
+        `dkv_keys` of the row, which are summed. Devices that share a row always use two kernels.
     """
 
     queries: int = 512
@@ -47,11 +50,12 @@ class SplashBlocks:
     dkv_keys_compute: int = 512
     dq_queries: int = 512
     dq_keys: int = 512
+    fused: bool = False
 
     def __post_init__(self) -> None:
         check_fields(SplashBlocks, self, 'SplashBlocks.')
         for name, size in vars(self).items():
-            if size % 128:
+            if size % 128 and name != 'fused':
                 raise ConfigError(f'SplashBlocks.{name} is {size}: it must be a multiple of 128')
 
 
@@ -68,7 +72,8 @@ class AttentionSettings:
         times the number of keys is at least its square.
       block_queries: the largest number of queries of a block of 'blockwise'.
       block_keys: the largest number of keys of a block of 'blockwise'.
-      splash_blocks: the block sizes of 'splash'. By default, they suit the chip.
+      splash_blocks: the block sizes of 'splash'. By default, they suit the chip, the length and
+        the window, see `train.attention.splash.choose_blocks`.
       context: how devices that share rows exchange keys and values: 'gather' gives all keys of a
         row to each of them; 'ring' passes them around, so that no device holds them all. A ring
         computes by 'splash', or all scores of its parts at once ('dot').

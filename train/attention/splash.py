@@ -57,22 +57,56 @@ class WindowMask(splash_attention_mask.Mask):
         return np.array([sees_any(self.window, *ends), sees_all])
 
 
-# The sizes with which MaxText's benchmarks train dense models of 7 to 405 billion parameters
-# (github.com/AI-Hypercomputer/maxtext, benchmarks/maxtext_*_model_configs.py, 2025), without its
-# compiler flags for more memory in the kernels. v5e uses the sizes of `SplashBlocks` there.
-_DEFAULTS = {
-    'v5p': SplashBlocks(queries=2048, dkv_queries=2048, dq_queries=2048),
-    'v6e': SplashBlocks(queries=1024, dkv_queries=2048, dq_queries=2048),
-    'tpu7x': SplashBlocks(queries=1024, dkv_queries=2048, dq_queries=2048),
-}
+LANES = 128  # the width of a TPU's vector registers: blocks are whole multiples of it
+_MEASURED = ('v5e', 'v5p', 'v6e', 'tpu7x')
+_LARGEST = 2048
+# What a block costs besides its scores, in scores. Of the blocks of 1024 and 2048 that tokamax
+# 0.0.17 measured (data/autotuning), 1024 x 1024 are fastest for causal rows of 2,048 and 4,096
+# tokens and 2048 x 2048 for 16,384, on v5p, v6e and tpu7x, and for 8,192 on the last two. So it is
+# with a cost of 0.154 to 0.286 million. Nothing was published for smaller blocks, or for v5e.
+_COST_OF_BLOCK = 0.16 * 2**20
+_SCORES_AT_ONCE = 2**19  # 2 MiB in float32
+# A fused backward kernel returns so many arrays of the size of the queries at most. It saves more
+# time than they take, but they take memory.
+_MOST_PARTS = 4
 
 
-def choose_blocks(settings: AttentionSettings) -> SplashBlocks:
-    """Returns the block sizes of the settings, which by default suit the chip."""
+def choose_blocks(settings: AttentionSettings, length: int, window: int | None) -> SplashBlocks:
+    """Returns the block sizes for rows of a length, a multiple of 128, on the chip of the mesh.
+
+    By default, blocks are squares of the size that costs least: small ones skip more of what the
+    mask hides, and large ones have fewer steps.
+    """
     if settings.splash_blocks is not None:
         return settings.splash_blocks
     chip = chip_of(device_kind())
-    return _DEFAULTS.get(chip.name if chip else '', SplashBlocks())
+    if chip is None or chip.name not in _MEASURED:
+        return SplashBlocks()
+    sizes = [n for n in range(LANES, min(length, _LARGEST) + 1, LANES) if length % n == 0]
+
+    def cost(size: int) -> float:
+        return count_blocks(length, size, window) * (size**2 + _COST_OF_BLOCK)
+
+    size = min(sizes, key=cost)
+    at_once = max(n for n in sizes if size % n == 0 and n * size <= _SCORES_AT_ONCE)
+    return SplashBlocks(
+        queries=size,
+        keys=size,
+        keys_compute=at_once,
+        dkv_queries=size,
+        dkv_keys=size,
+        dkv_keys_compute=at_once,
+        dq_queries=size,
+        dq_keys=size,
+        fused=length <= _MOST_PARTS * size,
+    )
+
+
+def count_blocks(length: int, size: int, window: int | None) -> int:
+    """Returns how many square blocks of a row's scores have some that a query sees."""
+    firsts = np.arange(0, length, size)
+    before = 0 if window is None else np.maximum(0, (firsts - window + 1) // size)
+    return int(np.sum(firsts // size - before + 1))
 
 
 @functools.lru_cache(maxsize=32)
@@ -92,7 +126,7 @@ def make_kernel(
     with jax.ensure_compile_time_eval():
         kernel = splash_attention_kernel.make_splash_mha(
             splash_attention_mask.MultiHeadMask([WindowMask(window, length)] * heads),
-            block_sizes=block_sizes(blocks, length, length),
+            block_sizes=block_sizes(blocks, length, length, fused=blocks.fused),
             attn_logits_soft_cap=soft_cap,
             residual_checkpoint_name=ATTENDED,
             head_shards=1,
@@ -103,7 +137,7 @@ def make_kernel(
 
 
 def block_sizes(
-    blocks: SplashBlocks, queries: int, keys: int
+    blocks: SplashBlocks, queries: int, keys: int, *, fused: bool = False
 ) -> splash_attention_kernel.BlockSizes:
     """Returns the block sizes for numbers of queries and keys, which are multiples of 128."""
     return splash_attention_kernel.BlockSizes(
@@ -113,8 +147,9 @@ def block_sizes(
         block_q_dkv=_fit(blocks.dkv_queries, queries),
         block_kv_dkv=_fit(blocks.dkv_keys, keys),
         block_kv_dkv_compute=_fit(blocks.dkv_keys_compute, keys),
-        block_q_dq=_fit(blocks.dq_queries, queries),
-        block_kv_dq=_fit(blocks.dq_keys, keys),
+        block_q_dq=None if fused else _fit(blocks.dq_queries, queries),
+        block_kv_dq=None if fused else _fit(blocks.dq_keys, keys),
+        use_fused_bwd_kernel=fused,
     )
 
 
@@ -133,9 +168,6 @@ def segment_ids(sight: Sight) -> Any:
     if sight.segments_BL is None or sight.segments_BS is None:
         return None
     return splash_attention_kernel.SegmentIds(sight.segments_BL, sight.segments_BS)
-
-
-LANES = 128  # the width of a TPU's vector registers: blocks are whole multiples of it
 
 
 def splash_problems(q_BLHN: jax.Array, k_BLKN: jax.Array, sight: Sight) -> Iterator[str]:
@@ -157,7 +189,12 @@ def splash_problems(q_BLHN: jax.Array, k_BLKN: jax.Array, sight: Sight) -> Itera
 
 
 def attend_by_splash(
-    q_BLHN: jax.Array, k_BLKN: jax.Array, v_BLKN: jax.Array, sight: Sight, *, blocks: SplashBlocks
+    q_BLHN: jax.Array,
+    k_BLKN: jax.Array,
+    v_BLKN: jax.Array,
+    sight: Sight,
+    *,
+    settings: AttentionSettings,
 ) -> jax.Array:
     """Computes attention on one device; see `attend`.
 
@@ -171,7 +208,7 @@ def attend_by_splash(
             heads=q_BLHN.shape[2],
             window=window,
             soft_cap=sight.soft_cap,
-            blocks=blocks,
+            blocks=choose_blocks(settings, q_BLHN.shape[1], window),
             interpret=platform() == 'cpu',
         )
         return jax.vmap(kernel)(*arrays)

@@ -12,7 +12,7 @@ from train.models.experts.config import ExpertsConfig
 from train.models.pipeline.stages import Pipeline
 from train.models.remat import Remat, check_placed, list_remats
 
-RematWord = Literal['none', 'dots', 'full']
+RematWord = Literal['none', 'dots', 'full', 'auto']
 Activation = Literal['silu', 'gelu', 'gelu_tanh', 'relu', 'relu2']
 Bias = Literal['qkv', 'out', 'mlp', 'norm']
 DType = Literal['float32', 'bfloat16']
@@ -65,7 +65,9 @@ class TransformerConfig:
         dtype of the computation. 'float32' sends twice the bytes of 'bfloat16'.
       remat: what the backward pass recomputes: 'none', 'dots' (everything except matmul results),
         'full' (everything), or a `Remat`, which lists what is kept. Of a list of these, layer n
-        takes entry n modulo the length; a scan then traces one layer per entry.
+        takes entry n modulo the length; a scan then traces one layer per entry. 'auto' keeps what
+        fits into the memory of the devices, see `train.running.rematerialization`; outside of a
+        run, it is 'full'.
       scan_layers: whether the layers are scanned. A scan traces one layer and stacks the
         parameters; otherwise every layer is traced.
       scan_unroll: the number of layers in one iteration of the compiled loop over scanned layers.

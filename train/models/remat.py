@@ -100,11 +100,13 @@ class Remat:
         return lambda *args, **params: products(*args, **params) or by_name(*args, **params)
 
 
-# The words for the most common settings, which configurations translate by `list_remats`.
+# The words for the most common settings, which configurations translate by `list_remats`. A run
+# replaces 'auto' when it is planned; elsewhere it is 'full'.
 WORDS: Mapping[str, Remat | None] = {
     'none': None,
     'dots': Remat(save=(PRODUCTS,)),
     'full': Remat(),
+    'auto': Remat(),
 }
 
 

@@ -18,6 +18,7 @@ from train.models.remat import Remat
 from train.objectives import TokenLoss
 from train.planning.machines import Machine, move_to
 from train.planning.presets import Layout, lay_out
+from train.running.rematerialization import find_model_config
 
 # What the backward pass keeps: a word of TransformerConfig.remat, or 'offload': only the inputs of
 # the layers, in the memory of the host.
@@ -120,14 +121,6 @@ def join_options(
     """Returns the compiler options of a run with those that a candidate adds or removes."""
     own = {} if isinstance(options, str) else dict(options)
     return own | dict(candidate.compiler_options)
-
-
-def find_model_config(objective: Any) -> TransformerConfig | None:
-    """Returns the settings of the built-in model of an objective, or None for other models."""
-    model = getattr(objective, 'model', None)
-    settings = getattr(model, 'config', None)
-    known = isinstance(settings, TransformerConfig) and dataclasses.is_dataclass(model)
-    return settings if known else None
 
 
 def _defers_logits(objective: Any) -> bool:

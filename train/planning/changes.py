@@ -17,7 +17,6 @@ from train.planning.candidates import (
     Candidate,
     RunSizes,
     change_run,
-    find_model_config,
     sizes_of,
 )
 from train.planning.forecasts import PlannedStep, plan_step
@@ -25,6 +24,7 @@ from train.planning.gin_text import list_bindings, list_includes
 from train.planning.machines import Machine
 from train.planning.presets import Layout
 from train.planning.space import Choices, list_space
+from train.running.rematerialization import find_model_config
 
 _CHUNKS = 16
 _MOST_TENSOR = 8

@@ -40,13 +40,15 @@ from train.reporting.reports import (
     describe_parameters,
     mesh_table,
 )
+from train.running.rematerialization import choose_remat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedRun:
     """A configuration with the layout of its state and of its batches: all that its steps need.
 
-    `batch` has the ShapeDtypeStructs of a training batch, each [batch, ...].
+    `batch` has the ShapeDtypeStructs of a training batch, each [batch, ...]. `remat` says what
+    'auto' chose to keep for the backward pass; '' if the settings say it.
     """
 
     config: TrainConfig
@@ -55,6 +57,7 @@ class PlannedRun:
     plan: Plan
     key: jax.Array
     step_key: jax.Array
+    remat: str = ''
 
     @property
     def compiler_options(self) -> dict[str, OptionValue]:
@@ -192,8 +195,15 @@ def plan_run(config: TrainConfig, row: Row) -> PlannedRun:
         partitioner.plan(init, key),
         compiler_options=choose_options(config.compiler_options, partitioner.mesh),
     )
+    config, remat = choose_remat(config, plan)
     return PlannedRun(
-        config=config, batch=batch, tx=made[-1], plan=plan, key=key, step_key=step_key
+        config=config,
+        batch=batch,
+        tx=made[-1],
+        plan=plan,
+        key=key,
+        step_key=step_key,
+        remat=remat,
     )
 
 
@@ -231,6 +241,8 @@ def report_run(run: Run) -> None:
     if (decay := run.config.ema_decay) is not None:
         used = 'evaluations use it' if run.config.evaluate_ema else 'evaluations do not use it'
         say(f'an average of the parameters is kept, with decay {decay}; {used}')
+    if run.remat:
+        say(run.remat)
     for line in describe_options(run.plan.compiler_options):
         say(line)
 
