@@ -15,6 +15,7 @@ class ShippedRun:
       model: the file in configs/models.
       preset: the file in configs/partitioning.
       batch: the number of sequences of a step.
+      remat: what the backward pass recomputes, as a word; None if the files or `bindings` say it.
     """
 
     name: str
@@ -23,6 +24,7 @@ class ShippedRun:
     topology: str
     batch: int
     bindings: tuple[str, ...] = ()
+    remat: str | None = None
 
     @property
     def files(self) -> list[str]:
@@ -33,7 +35,9 @@ class ShippedRun:
     @property
     def all_bindings(self) -> list[str]:
         """The gin bindings, with bindings of the machine and the batch."""
-        return [f"TOPOLOGY = '{self.topology}'", f'BATCH_SIZE = {self.batch}', *self.bindings]
+        remat = () if self.remat is None else (f'TransformerConfig.remat = {self.remat!r}',)
+        machine = f"TOPOLOGY = '{self.topology}'"
+        return [machine, f'BATCH_SIZE = {self.batch}', *remat, *self.bindings]
 
 
 # The compiler's own default: products with gathered weights are computed in pieces.
@@ -52,10 +56,12 @@ _LONG = ('SEQUENCE_LENGTH = 131_072', 'CONTEXT_PARTITIONS = 16')
 _TWO_SLICES = ('NUM_SLICES = 2',)
 _PIPELINE = ('STAGES = 8', 'MICROBATCHES = 32', 'NUM_PARTITIONS = 8')
 _125M: dict[str, Any] = {'model': '125m', 'topology': 'v5e:2x2'}
-_1B: dict[str, Any] = {'model': '1b', 'topology': 'v5e:4x4', 'batch': 32}
-_8B: dict[str, Any] = {'model': '8b', 'topology': 'v5p:4x4x4', 'batch': 128}
+_FULL = {'remat': 'full'}
+_1B: dict[str, Any] = {'model': '1b', 'topology': 'v5e:4x4', 'batch': 32, **_FULL}
+_8B: dict[str, Any] = {'model': '8b', 'topology': 'v5p:4x4x4', 'batch': 128, **_FULL}
 _8B_BOTH = _8B | {'preset': 'fsdp_tensor'}
-_70B: dict[str, Any] = {'model': '70b', 'topology': 'v5p:8x8x8', 'batch': 512}
+_70B: dict[str, Any] = {'model': '70b', 'topology': 'v5p:8x8x8', 'batch': 512, **_FULL}
+_AUTO = {'remat': 'auto'}
 _SETTINGS: dict[str, dict[str, Any]] = {
     '125m': {**_125M, 'batch': 32},
     '125m_data_parallel': {**_125M, 'batch': 32, 'preset': 'data_parallel'},
@@ -63,17 +69,20 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     '1b_dot_windowed': {**_1B, 'bindings': (*_DOT, *_WINDOWED)},
     '1b_windowed': {**_1B, 'bindings': _WINDOWED},
     '1b': _1B,
+    '1b_auto': {**_1B, **_AUTO},
     '1b_128k_words_windowed': {**_1B, 'bindings': (_WORDS, *_WINDOWED)},
     '1b_128k_words': {**_1B, 'bindings': (_WORDS,)},
+    '1b_128k_words_auto': {**_1B, **_AUTO, 'bindings': (_WORDS,)},
     '8b_fsdp': _8B,
-    '8b_fsdp_offload': {**_8B, 'bindings': _OFFLOAD},
-    '8b_fsdp_dots': {**_8B, 'bindings': ("TransformerConfig.remat = 'dots'",)},
+    '8b_fsdp_auto': {**_8B, **_AUTO},
+    '8b_fsdp_offload': {**_8B, 'remat': None, 'bindings': _OFFLOAD},
+    '8b_fsdp_dots': {**_8B, 'remat': 'dots'},
     '8b_fsdp8_tensor8': {**_8B_BOTH, 'bindings': ('NUM_PARTITIONS = 8',)},
     '8b_fsdp16_tensor4': {**_8B_BOTH, 'bindings': ('NUM_PARTITIONS = 4',)},
     '8b_data_parallel': {**_8B, 'preset': 'data_parallel'},
     '8b_128k_tokens': {**_8B, 'batch': 4, 'preset': 'context', 'bindings': _LONG},
     '8b_two_slices': {**_8B, 'topology': 'v5e:16x16', 'batch': 512, 'bindings': _TWO_SLICES},
-    '8b_h100': {'model': '8b', 'topology': 'h100:1x8', 'batch': 64},
+    '8b_h100': {'model': '8b', 'topology': 'h100:1x8', 'batch': 64, **_FULL},
     '70b_v5p': {**_70B, 'preset': 'fsdp_tensor'},
     '70b_pipeline_v5p': {**_70B, 'preset': 'pipeline', 'bindings': _PIPELINE},
     '70b_v6e': {**_70B, 'preset': 'fsdp_tensor', 'topology': 'v6e:16x16', 'batch': 256},

@@ -7,18 +7,56 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import Steps, model
+from gin_fixtures import load_config
+from small import Steps, model, small_config
 
+from partitioning.hardware.drawn import drawing_devices
 from partitioning.products.flops import count_jaxpr_flops
 from partitioning.state.boxes import unbox
+from train import NextToken
 from train.attention import AttentionSettings
+from train.gin.load import find_config
 from train.models.parameters import list_parameters
 from train.models.remat import NAMES, Remat
 from train.models.t5.config import T5Config
 from train.models.t5.encoder_decoder import T5
 from train.models.transformer import Transformer
+from train.planning.forecasts import plan_step
 
 pytestmark = pytest.mark.core
+
+_PROJECTIONS = 'attended', 'query', 'key', 'value', 'attention_out'
+
+
+@pytest.mark.parametrize(
+    'batch, kept',
+    [(32, ('dots', 'attended')), (128, _PROJECTIONS), (256, ('attended',)), (1024, ())],
+)
+def test_auto_keeps_what_fits_into_the_memory_of_the_chip(batch, kept):
+    """1B on 16 chips of v5e, with 13.5 of 16.9 GB to use, in GB per device.
+
+    The state and gradients take 1.3, the parameters of a layer and of the output layer 0.5, and the
+    logits 0.8. Each row of 2,048 tokens keeps 0.13 for the inputs of all layers, and 0.13 for the
+    results of attention, 0.34 for the projections of attention and 1.07 for hidden layers, where
+    these are kept; and takes 0.37 for one layer at work. A device has 2, 8, 16 or 64 rows.
+    """
+    files = [f'configs/{n}.gin' for n in ('runs/pretrain', 'models/1b', 'partitioning/fsdp')]
+    bindings = ["TOPOLOGY = 'v5e:4x4'", f'BATCH_SIZE = {batch}', "TransformerConfig.remat = 'auto'"]
+    with drawing_devices():
+        load_config([*files, 'configs/runs/forecast.gin'], bindings)
+        run = plan_step(find_config()).run
+    assert run.config.objective.model.config.remat.save == kept
+    assert run.remat.startswith('remat auto keeps ' + (', '.join(kept) or 'only the inputs'))
+
+
+def test_auto_recomputes_everything_where_the_memory_is_not_known(tmp_path):
+    net = model(remat='auto')
+    config = small_config(tmp_path, tmp_path, objective=NextToken(model=net))
+    run = plan_step(config).run
+    assert run.config.objective.model.config.remat == Remat()
+    assert run.remat == (
+        'remat auto keeps only the inputs of layers: the memory of cpu devices is not known'
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,7 +80,8 @@ def test_impossible_names_are_errors(changes, message):
 @pytest.mark.parametrize(
     'changes, message',
     [
-        ({'remat': ['full', 'some']}, "remat is .*'some'.*use 'none', 'dots', 'full', a Remat"),
+        ({'remat': ['full', 'some']}, "remat is .*'some'.*use 'none', 'dots', 'full', .*a Remat"),
+        ({'remat': ['full', 'auto']}, "remat = 'auto', which chooses for all layers"),
         ({'remat': {'full': 1}}, "remat is {'full': 1}: use 'none'"),
         ({'remat': Remat(save=['mlp_gate']), 'gated_mlp': False}, "'mlp_gate', but gated_mlp"),
         ({'scan_unroll': 3}, r'scan_unroll is 3: it must divide num_layers \(2\)'),

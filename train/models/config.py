@@ -165,6 +165,8 @@ class TransformerConfig:
         if heads % kv_heads:
             yield f'num_heads ({heads}) must be a multiple of num_kv_heads ({kv_heads})'
         kept, unrolled, layers = len(self.remats), self.layers_per_iteration, self.num_layers
+        if isinstance(self.remat, tuple) and 'auto' in self.remat:
+            yield f"remat is {self.remat!r}: use remat = 'auto', which chooses for all layers"
         if self.scan_unroll is not None and not self.scan_layers:
             yield f'scan_unroll is {self.scan_unroll}, but scan_layers is False: remove it'
         if self.scan_layers and (layers % unrolled or unrolled % kept):

@@ -13,6 +13,7 @@ from meshwright.calls.call import Call
 from meshwright.calls.partitioned_call import PartitionedCall
 from meshwright.changes import SettingChange
 from partitioning.hardware import chip_of
+from train.models.remat import Remat
 from train.planning.candidates import (
     Candidate,
     RunSizes,
@@ -35,7 +36,8 @@ def list_changes(planned: PlannedStep, machine: Machine) -> Iterator[SettingChan
     """Yields settings that can make a run fit into a machine, the least drastic first."""
     config, plan = planned.run.config, planned.run.plan
     mesh = config.partitioner.mesh
-    recomputed = getattr(find_model_config(config.objective), 'remat', None) == 'full'
+    remat = getattr(find_model_config(config.objective), 'remat', None)
+    recomputed = remat in ('full', Remat())
     sizes = sizes_of(config, mesh.size, machine.num_slices)
     candidates = list(_list_presets(sizes, recomputed))
     chip = chip_of(mesh.devices.flat[0].device_kind)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 
 from partitioning import Plan
 from partitioning.amounts import bytes_str
@@ -20,13 +21,14 @@ from partitioning.hardware import chip_of
 from partitioning.rules import LogicalAxisRules, num_shards, resolve_axes
 from train.config import TrainConfig
 from train.models.config import TransformerConfig
-from train.models.remat import WORDS, Remat
+from train.models.remat import Remat
 from train.models.residual import LENGTHS
 
 # What is kept, the least first. All products with parameters cost as many FLOPs for each byte that
 # they return; the results of attention cost more.
+_FULL = Remat()
 _CHOICES = (
-    WORDS['full'],
+    _FULL,
     Remat(save=('attended',)),
     Remat(save=('attended', 'query', 'key', 'value', 'attention_out')),
     Remat(save=('dots', 'attended')),
@@ -63,29 +65,26 @@ def choose_remat(config: TrainConfig, plan: Plan) -> tuple[TrainConfig, str]:
 
 
 def _choose(config: TrainConfig, model: TransformerConfig, plan: Plan) -> tuple[Remat, str]:
-    full = _CHOICES[0]
-    assert full is not None
-    device = config.partitioner.mesh.devices.flat[0]
-    chip = chip_of(device.device_kind)
+    mesh = config.partitioner.mesh
+    kind = 'abstract' if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].device_kind
+    chip = chip_of(kind)
     if chip is None:
-        return full, f'the memory of {device.device_kind} devices is not known'
+        return _FULL, f'the memory of {kind} devices is not known'
     if model.pipeline is not None:
-        return full, 'every microbatch of a pipeline would keep more'
+        return _FULL, 'every microbatch of a pipeline would keep more'
     if not isinstance(config.sequence_length, int):
-        return full, 'rows do not have one length'
-    sizes = _sizes_of_layer(config, model)
-    limit = chip.hbm_bytes_per_device
-    best, needed = full, 0.0
+        return _FULL, 'rows do not have one length'
+    sizes = _sizes_of_layer(config, model, config.sequence_length)
+    best, needed = _FULL, 0.0
     for choice in _CHOICES:
-        assert choice is not None
         if choice is _WITH_MLP and model.experts is not None:
             break
         peak = _peak(model, plan, sizes, choice)
-        if choice is full or peak <= _USABLE * limit:
+        if choice is _FULL or peak <= _USABLE * chip.hbm_bytes_per_device:
             best, needed = choice, peak
     return best, (
-        f'by formula, a device needs at most {bytes_str(int(needed))} of its {bytes_str(limit)}, of '
-        f'which {_USABLE:.0%} may be used'
+        f'by formula, a device needs at most {bytes_str(int(needed))} of its '
+        f'{bytes_str(chip.hbm_bytes_per_device)}, of which {_USABLE:.0%} may be used'
     )
 
 
@@ -109,17 +108,15 @@ def _peak(model: TransformerConfig, plan: Plan, sizes: Mapping[str, float], keep
     return plan.bytes_per_device + held * (1 + itemsize / 4) + kept + working
 
 
-def _sizes_of_layer(config: TrainConfig, model: TransformerConfig) -> dict[str, float]:
-    """The bytes of each named array of a layer on a device."""
-    assert isinstance(config.sequence_length, int)
+def _sizes_of_layer(config: TrainConfig, model: TransformerConfig, length: int) -> dict[str, float]:
+    """The bytes of each named array of a layer on a device, for rows of a length."""
     mesh, rules = config.partitioner.mesh, config.partitioner.logical_axis_rules
     rows = config.batch_size // config.num_microbatches
     known = {name for name, _ in rules}
     lengths = {name: name if name in known else 'length' for name in LENGTHS}
 
-    def nbytes(length: str, name: str, width: int) -> float:
-        names = 'batch', lengths[length], name
-        shape = rows, config.sequence_length, width
+    def nbytes(which: str, name: str, width: int) -> float:
+        names, shape = ('batch', lengths[which], name), (rows, length, width)
         shards = _num_shards(names, rules, mesh, shape)
         return math.prod(shape) * jnp.dtype(model.dtype).itemsize / shards
 
