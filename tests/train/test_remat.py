@@ -33,7 +33,7 @@ _PROJECTIONS = 'attended', 'query', 'key', 'value', 'attention_out'
     [(32, ('dots', 'attended')), (128, _PROJECTIONS), (256, ('attended',)), (1024, ())],
 )
 def test_auto_keeps_what_fits_into_the_memory_of_the_chip(batch, kept):
-    """1B on 16 chips of v5e, with 13.5 of 16.9 GB to use, in GB per device.
+    """1B on 16 chips of v5e, with 12.7 of 16.9 GB to use, in GB per device.
 
     The state and gradients take 1.3, the parameters of a layer and of the output layer 0.5, and the
     logits 0.8. Each row of 2,048 tokens keeps 0.13 for the inputs of all layers, and 0.13 for the
