@@ -239,7 +239,9 @@ def _forecast_all(
                 on_program=functools.partial(programs.__setitem__, str(machine)),
                 progress=progress,
             )
-        forecasts.append(dataclasses.replace(keep_helpful(one), price=options.price))
+        one, remat = keep_helpful(one), step.run.remat
+        notes = (*one.notes, *([remat] if remat else []))
+        forecasts.append(dataclasses.replace(one, price=options.price, notes=notes))
     names, settings = [*options.runs, *options.gin_file], gin_settings(options)[0]
     return forecasts, programs, describe_subject(planned[0].run, names, settings)
 
