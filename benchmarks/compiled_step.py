@@ -51,8 +51,8 @@ class Figures:
     wire: float | None = None
 
 
-# The figures that a row must not exceed, and MaxText's figures: of the rows '1b', '1b_128k_words' and
-# '8b_fsdp' with libtpu 0.0.52 and with our compiler option for larger tiles.
+# The figures that a row must not exceed, and MaxText's figures. The rows '1b', '1b_128k_words' and
+# '8b_fsdp' are of libtpu 0.0.52, with our compiler option for larger tiles.
 MARKS = {
     '1b': Figures(peak=2.0, compute=245, wire=7.7),
     '1b_128k_words_windowed': Figures(peak=2.5, wire=12.2),
