@@ -33,7 +33,17 @@ from typing import Any
 from benchmarks.campaigns import parse_names, peak_memory, reset_peak
 
 NAMES = (
-    *('gin', 'config.json', 'safetensors', 't5x', 'tokenizers', 'texts', 'records', 'plans'),
+    *(
+        'gin',
+        'config.json',
+        'safetensors',
+        'orbax',
+        't5x',
+        'tokenizers',
+        'texts',
+        'records',
+        'plans',
+    ),
     *('dumps', 'run', 'index', 'program', 'messages'),
 )
 PACKAGES = ('partitioning', 'meshwright', 'train')

@@ -39,6 +39,7 @@ from partitioning import PjitPartitioner, Plan
 from partitioning.compat.autodist import AllReduce, Strategy
 from train import data
 from train.checkpoints.formats.opening import choose_place, find_place, open_checkpoint
+from train.checkpoints.formats.t5x_writer import LegacyWriter
 from train.checkpoints.huggingface.config_json import read_config
 from train.checkpoints.huggingface.folders import load_huggingface_tokenizer
 from train.checkpoints.offline.converting import plan_conversion, write
@@ -130,6 +131,17 @@ def write_others(folder: Path) -> None:
     for format in ('t5x', 'orbax'):
         write(plan_conversion(source, epath.Path(folder / format), format), lambda size: None)
     shutil.rmtree(folder / 'run')
+
+
+def write_legacy(folder: Path) -> None:
+    writer = LegacyWriter(epath.Path(folder), 'checkpoint_')
+    kernel = jnp.arange(32.0).reshape(4, 8)
+    arrays = {'target': {'kernel': kernel, 'scale': jnp.ones((1,), jnp.bfloat16)}}
+    moments = {'kernel': {'v_row': jnp.ones(4), 'v_col': jnp.ones(8)}}
+    state = {'step': jnp.int32(2), 'param_states': moments}
+    writer.start(2, arrays | {'state': state}, {}, lambda name, array: None)
+    writer.wait()
+    writer.close()
 
 
 def write_safetensors(folder: Path) -> None:
@@ -354,7 +366,8 @@ READERS = {
         copy_files('tests/train/reference_models/*/config.json'), read_config_json
     ),
     'safetensors': Reader(write_safetensors, read_checkpoint),
-    't5x': Reader(write_others, read_checkpoint),
+    'orbax': Reader(write_others, read_checkpoint),
+    't5x': Reader(write_legacy, read_checkpoint),
     'tokenizers': Reader(write_tokenizers, read_tokenizer),
     'texts': Reader(write_texts, read_data),
     'records': Reader(write_records, read_data),
