@@ -33,18 +33,8 @@ from typing import Any
 from benchmarks.campaigns import parse_names, peak_memory, reset_peak
 
 NAMES = (
-    *(
-        'gin',
-        'config.json',
-        'safetensors',
-        'orbax',
-        't5x',
-        'tokenizers',
-        'texts',
-        'records',
-        'plans',
-    ),
-    *('dumps', 'run', 'index', 'program', 'messages'),
+    *('gin', 'settings', 'config.json', 'safetensors', 'orbax', 't5x', 'tokenizers', 'texts'),
+    *('records', 'plans', 'dumps', 'run', 'index', 'program', 'messages'),
 )
 PACKAGES = ('partitioning', 'meshwright', 'train')
 MOST_SECONDS, MOST_GROWTH = 5.0, 512 << 20

@@ -48,7 +48,7 @@ from train.data import record as data_record
 from train.data.text.token_index import _checksum as checksum
 from train.evaluators.files import PartFiles
 from train.exporting import export_program, load_program
-from train.gin.load import find_entry, load_config
+from train.gin.load import find_config, find_entry, load_config
 from train.planning.huggingface import counted, models
 from train.processes import claims, door, wire
 from train.reporting.writers import JsonWriter
@@ -97,6 +97,31 @@ def read_gin(folder: Path, changed: Path) -> None:
     gin.clear_config()
     load_config([str(changed)], aliases=ALIASES)
     find_entry()
+
+
+def write_settings(folder: Path) -> None:
+    """Whole runs, each in one file, so that any of their settings may change."""
+    for name in ('quickstart', 'finetune'):
+        text = 'MODEL_DIR = "m"\nWEIGHTS = "w"\nTEXT = "*.txt"\n' + with_includes(
+            ROOT / f'configs/runs/{name}.gin'
+        )
+        (folder / f'{name}.gin').write_text(text)
+
+
+def with_includes(path: Path) -> str:
+    """A gin file with the files that it includes in their places, and without comments."""
+    lines = [line for line in path.read_text().splitlines() if not line.startswith('#')]
+    return '\n'.join(
+        with_includes(ROOT / line.split("'")[1]) if line.startswith('include') else line
+        for line in lines
+    )
+
+
+def read_run_settings(folder: Path, changed: Path) -> None:
+    """Makes all settings of a run, without starting it."""
+    gin.clear_config()
+    load_config([str(changed)], aliases=ALIASES)
+    find_config()
 
 
 # Plans, records and declarations.
@@ -362,6 +387,7 @@ def read_messages(folder: Path, changed: Path) -> None:
 
 READERS = {
     'gin': Reader(copy_files('configs/*/*.gin'), read_gin),
+    'settings': Reader(write_settings, read_run_settings),
     'config.json': Reader(
         copy_files('tests/train/reference_models/*/config.json'), read_config_json
     ),

@@ -254,6 +254,13 @@ def test_a_missing_separator(made, name, token, expected):
     assert expected in str(caught.value)
 
 
+def test_a_vocabulary_without_its_own_unknown_token_is_refused(tmp_path):
+    package = tokenizers.Tokenizer(tokenizers.models.WordLevel({'a': 0}, unk_token='gone'))
+    package.save(str(tmp_path / 'words.json'))
+    with pytest.raises(ConfigError, match=r'words\.json cannot encode texts: .*'):
+        encode(hugging_face(tmp_path, 'words'), ['b'])
+
+
 @pytest.mark.parametrize('kind', ['a word', 'undeclared'])
 def test_a_token_that_documents_contain_cannot_separate(made, tmp_path, kind):
     # A word's token also occurs in documents. A token that the file does not declare as special

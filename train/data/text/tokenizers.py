@@ -205,7 +205,11 @@ class HuggingFaceTokenizer(FileTokenizer):
         return f'tokenizers {hashlib.sha256(self._content).hexdigest()} {self.separator}'
 
     def encode(self, places: Sequence[str], contents: Sequence[bytes]) -> list[np.ndarray]:
-        encoded = self._tokenizer.encode_batch(as_texts(places, contents), add_special_tokens=False)
+        texts = as_texts(places, contents)
+        try:
+            encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        except Exception as error:  # such as an unknown token that is not in the vocabulary
+            raise ConfigError(f'{self.path} cannot encode texts: {first_line(error)}') from error
         return [np.array(e.ids, np.uint32) for e in encoded]
 
     def decode(self, tokens: np.ndarray) -> bytes:
