@@ -45,15 +45,12 @@ class Hlo(NamedTuple):
 def read_hlo(text: str) -> Hlo:
     """Parses a module.
 
-    Raises:
-      ValueError: if the text is not a whole module.
+    Raises a ValueError if the text refers to what is not there, and errors of many types if it is
+    damaged in other ways.
     """
     program = parse_hlo(text)
-    try:
-        _check_complete(program)
-        visits = visit_program(program)
-    except (AttributeError, IndexError, KeyError, StopIteration) as error:
-        raise ValueError(f'the text is damaged ({error!r})') from error
+    _check_complete(program)
+    visits = visit_program(program)
     name = re.match(r'HloModule ([^\s,]+)', text)
     return Hlo(program, visits, _stage_of(program), name[1] if name else 'module')
 

@@ -25,6 +25,9 @@ _TILED = re.compile(r'\{[\d,]*:[^}]*T\(\d')  # only layouts for TPUs have tiles
 _OF_GPUS = ('gpu_backend_config', '"operation_queue_id"', 'fingerprint_before_lhs')
 _CONSTRAINT = re.compile(r'custom_call_target="(?:Sharding|xla\.sdy\.ShardingConstraint)"')
 _COMMENTS = re.compile(r'\A(?:\s*(?://[^\n]*\n)?)+')  # before the program
+# What a text leads to that does not hold together, such as an instruction that calls itself, or a
+# tile without a size. RuntimeError contains RecursionError.
+_OF_DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError)
 _BEGINNINGS = ('module', '#loc', 'func.func', '#map', '//')
 
 
@@ -69,6 +72,10 @@ def read_dump(
         return _read_program(text, one, modules, mesh, _find_chip(chip))
     except ValueError as error:
         raise ValueError(f'{one.file}: {error}') from error
+    except _OF_DAMAGE as error:
+        raise ValueError(
+            f'{one.file}: the text cannot be read ({error!r}): it may be cut off or damaged'
+        ) from error
 
 
 def _read_program(
