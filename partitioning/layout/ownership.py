@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -111,12 +111,16 @@ def shard_ownership(mesh: Mesh, axes: Axes) -> ShardOwnership:
     flat = tuple(axis for dimension in axes for axis in dimension)
     check_axes(flat, mesh, 'the array')
     shards = tuple(num_shards(dimension, mesh) for dimension in axes)
-    chunks = _chunks(mesh, axes, shards)
-    others = tuple(axis for axis in mesh.axis_names if axis not in flat)
-    places = chunks
-    if others:
-        sizes = tuple(mesh.shape[axis] for axis in others)
-        places = _chunks(mesh, tuple((axis,) for axis in others), sizes)
+    index_map = NamedSharding(mesh, PartitionSpec(*axes)).devices_indices_map(shards)
+    numbers = np.zeros(len(index_map), np.int64)  # the array has one element per shard
+    for dim, size in enumerate(shards):
+        numbers = numbers * size + [index[dim].start or 0 for index in index_map.values()]
+    chunks = _by_process(index_map, numbers)
+    places, devices = chunks, mesh.devices
+    if others := tuple(i for i, axis in enumerate(mesh.axis_names) if axis not in flat):
+        sizes = tuple(devices.shape[i] for i in others)
+        along = np.ravel_multi_index(tuple(np.indices(devices.shape)[i] for i in others), sizes)
+        places = _by_process(devices.flat, along.ravel())
     order = sorted(chunks, key=lambda process: (places[process], process))
     return ShardOwnership(shards, {process: chunks[process] for process in order})
 
@@ -146,18 +150,14 @@ def index_bounds(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[in
     return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
 
 
-def _chunks(mesh: Mesh, axes: Axes, shards: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
-    """The chunk of each process, of an array that has one element per shard."""
-    sharding = NamedSharding(mesh, PartitionSpec(*axes))
-    strides = [math.prod(shards[dim + 1 :]) for dim in range(len(shards))]
-    index_map: Mapping[Any, Any] = sharding.devices_indices_map(shards)
-    held: dict[int, set[int]] = {}
-    for device, index in index_map.items():
-        shard = 0
-        for along, stride in zip(index, strides, strict=True):
-            shard += (along.start or 0) * stride
-        held.setdefault(device.process_index, set()).add(shard)
-    return {process: tuple(sorted(chunk)) for process, chunk in held.items()}
+def _by_process(devices: Iterable[Any], numbers: np.ndarray) -> dict[int, tuple[int, ...]]:
+    """The numbers of the devices of each process, each once and in rising order."""
+    processes, size = np.array([device.process_index for device in devices]), numbers.max() + 1
+    pairs = np.unique(processes * size + numbers)
+    known, first = np.unique(pairs // size, return_index=True)
+    bounds, found = [*first.tolist(), len(pairs)], (pairs % size).tolist()
+    ranges = zip(known.tolist(), itertools.pairwise(bounds), strict=True)
+    return {process: tuple(found[start:stop]) for process, (start, stop) in ranges}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,17 +199,14 @@ def data_layout(
     [num_shards] = ownership.num_shards
     check_batch_size(batch_size, num_shards, mesh)
     ownership.check_process(process, mesh)
-    chunk, rows_per_shard = ownership.chunks[process], batch_size // num_shards
+    chunk, size = ownership.chunks[process], batch_size // num_shards
+    rows = [range(shard * size, (shard + 1) * size) for shard in chunk]
     return DataLayout(
         batch_size=int(batch_size),
         shard_id=ownership.chunk_ids[chunk],
         num_shards=len(ownership.chunk_ids),
         is_first_host_in_replica_set=ownership.replica_ids[process] == 0,
-        row_indices=tuple(
-            itertools.chain.from_iterable(
-                range(shard * rows_per_shard, (shard + 1) * rows_per_shard) for shard in chunk
-            )
-        ),
+        row_indices=tuple(rows[0] if len(rows) == 1 else itertools.chain(*rows)),
         is_even=ownership.is_even,
     )
 
