@@ -112,6 +112,11 @@ def test_the_programs_of_a_guide_print_what_it_shows(guide, tmp_path, monkeypatc
     run_blocks(f'docs/how-to/{guide}.md')
 
 
+def test_products_in_8_bits():
+    pytest.importorskip('qwix', reason="pip install 'meshwright[quantization]'")
+    run_blocks('docs/how-to/eight_bits.md')
+
+
 @pytest.mark.long
 def test_the_weights_of_a_small_llama(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -3,6 +3,7 @@
 from train.config import TrainConfig as TrainConfig
 from train.evaluators.held_out import HeldOut as HeldOut
 from train.evaluators.samples import Samples as Samples
+from train.models.quantized import QuantizedProducts as QuantizedProducts, quantize as quantize
 from train.objectives import (
     EncoderDecoder as EncoderDecoder,
     Loss as Loss,

@@ -11,6 +11,13 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from partitioning.constraints import lay_out
+from partitioning.products.rounded import (
+    Rounded,
+    Rounding,
+    multiply_values,
+    spread,
+    summed_dimensions,
+)
 from partitioning.products.sums import GRADIENT_RULES, scatter_sum, sum_over, varying_axes
 from partitioning.rules import (
     LogicalAxisRules,
@@ -147,6 +154,7 @@ def multiply(
     w_names: Sequence[Any],
     *,
     gradient_dtype: Any = None,
+    rounding: Rounding | None = None,
 ) -> jax.Array:
     """Multiplies rows by weights, like `jnp.einsum(equation, x, w.astype(x.dtype))`.
 
@@ -164,10 +172,12 @@ def multiply(
       w_names: the logical axes of the weights.
       gradient_dtype: the dtype in which the gradient of the weights is summed over devices. By
         default, it is the dtype of the rows.
+      rounding: rounds the rows, the weights and the gradients to 8 bits, so that all three products
+        are of 8 bits. Weights are gathered in 8 bits, too. None keeps them as they are.
 
     Returns:
       The product, in the dtype of the rows. It has no forward-mode derivative where mesh axes are
-      shared.
+      shared, or with `rounding`.
 
     Raises:
       ValueError: if the equation is not a product of rows and weights, or if the rules do not fit
@@ -178,7 +188,7 @@ def multiply(
     letters, rules = parse(equation), spmd.get_logical_axis_rules()
     sharing = find_sharing(letters, x, w, x_names, w_names, rules)
     dtype = jnp.dtype(x.dtype if gradient_dtype is None else gradient_dtype)
-    if sharing is None and dtype == x.dtype:
+    if rounding is None and sharing is None and dtype == x.dtype:
         return jnp.einsum(equation, x, w.astype(x.dtype))
     # In a shard_map both vary along the same axes, so it sums the gradient of one that does not.
     of_x, of_w = varying_axes(x), varying_axes(w)
@@ -186,6 +196,8 @@ def multiply(
         x = jax.lax.pcast(x, tuple(of_w - of_x), to='varying')
     if of_x - of_w:
         w = jax.lax.pcast(w, tuple(of_x - of_w), to='varying')
+    if rounding is not None:
+        return _multiply_rounded(letters, sharing, dtype, rounding, (x.dtype, w.dtype), x, w)
     return _multiply(letters, sharing, dtype, x, w)
 
 
@@ -219,6 +231,66 @@ def _backward(
 _multiply.defvjp(_forward, _backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _multiply_rounded(
+    letters: Equation,
+    sharing: Sharing | None,
+    dtype: Any,
+    rounding: Rounding,
+    dtypes: tuple[Any, Any],
+    x: jax.Array,
+    w: jax.Array,
+) -> jax.Array:
+    return _forward_rounded(letters, sharing, dtype, rounding, dtypes, x, w)[0]
+
+
+def _forward_rounded(
+    letters: Equation,
+    sharing: Sharing | None,
+    dtype: Any,
+    rounding: Rounding,
+    dtypes: tuple[Any, Any],
+    x: jax.Array,
+    w: jax.Array,
+) -> tuple[jax.Array, tuple[Rounded, Rounded]]:
+    rows, weights, result = letters
+    of_x = rounding.round(x, summed_dimensions(rows, result), gradient=False)
+    of_w = rounding.round(w.astype(x.dtype), summed_dimensions(weights, result), gradient=False)
+    gathered = _gather(letters, sharing, of_w.values)
+    y = multiply_values(f'{rows},{weights}->{result}', of_x.values, gathered)
+    y *= spread(of_x.scale, rows, result) * spread(of_w.scale, weights, result)
+    return y.astype(x.dtype), (of_x, of_w)
+
+
+def _backward_rounded(
+    letters: Equation,
+    sharing: Sharing | None,
+    dtype: Any,
+    rounding: Rounding,
+    dtypes: tuple[Any, Any],
+    saved: tuple[Rounded, Rounded],
+    dy: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Multiplies the rounded arrays of the forward pass.
+
+    Their scales vary along what these products sum over, so they multiply the gradient before it is
+    rounded.
+    """
+    (rows, weights, result), (of_x, of_w) = letters, saved
+    dy = dy.astype(jnp.float32)
+    scaled = dy * spread(of_w.scale, weights, result)
+    of_dy = rounding.round(scaled, summed_dimensions(result, rows), gradient=True)
+    gathered = _gather(letters, sharing, of_w.values)
+    dx = multiply_values(f'{result},{weights}->{rows}', of_dy.values, gathered)
+    dx *= spread(of_dy.scale, result, rows)
+    scaled = dy * spread(of_x.scale, rows, result)
+    dw = _gradient_of_weights(letters, sharing, dtype, of_x.values, scaled, rounding)
+    return dx.astype(dtypes[0]), dw.astype(dtypes[1])
+
+
+_multiply_rounded.defvjp(_forward_rounded, _backward_rounded)
+
+
 def _gather(letters: Equation, sharing: Sharing | None, w: jax.Array) -> jax.Array:
     """Gathers weights over the axes that shard the rows, too, one dimension after another.
 
@@ -236,18 +308,34 @@ def _gather(letters: Equation, sharing: Sharing | None, w: jax.Array) -> jax.Arr
 
 
 def _gradient_of_weights(
-    letters: Equation, sharing: Sharing | None, dtype: Any, x: jax.Array, dy: jax.Array
+    letters: Equation,
+    sharing: Sharing | None,
+    dtype: Any,
+    x: jax.Array,
+    dy: jax.Array,
+    rounding: Rounding | None = None,
 ) -> jax.Array:
-    """Returns the gradient of the weights, in `dtype` and in their layout."""
-    product = f'{letters.rows},{letters.result}->'
+    """Returns the gradient of the weights, in `dtype` and in their layout.
+
+    With `rounding`, the rows have 8 bits, and each device rounds its part of the gradient.
+    """
+
+    def product(x: jax.Array, dy: jax.Array, order: str) -> jax.Array:
+        equation = f'{letters.rows},{letters.result}->{order}'
+        if rounding is None:
+            return jnp.einsum(equation, x, dy, preferred_element_type=dtype)
+        rounded = rounding.round(dy, summed_dimensions(letters.result, order), gradient=True)
+        dw = multiply_values(equation, x, rounded.values)
+        return (dw * spread(rounded.scale, letters.result, order)).astype(dtype)
+
     if sharing is None:
-        return jnp.einsum(product + letters.weights, x, dy, preferred_element_type=dtype)
+        return product(x, dy, letters.weights)
     scattered = dict(sharing.weights)
     # Scattered dimensions are the first ones, so that each shard is contiguous before it moves.
     order = ''.join(sorted(letters.weights, key=lambda letter: letter not in scattered))
 
     def sum_shards(x: jax.Array, dy: jax.Array) -> jax.Array:
-        dw = jnp.einsum(product + order, x, dy, preferred_element_type=dtype)
+        dw = product(x, dy, order)
         for dimension, letter in enumerate(order[: len(scattered)]):
             dw = scatter_sum(dw, scattered[letter], dimension)
         return sum_over(dw, sharing.whole)

@@ -10,6 +10,7 @@ from train.attention import AttentionSettings
 from train.errors import ConfigError, check_fields
 from train.models.experts.config import ExpertsConfig
 from train.models.pipeline.stages import Pipeline
+from train.models.quantized import QuantizedProducts
 from train.models.remat import Remat, check_placed, list_remats
 
 RematWord = Literal['none', 'dots', 'full', 'auto']
@@ -63,6 +64,7 @@ class TransformerConfig:
       param_dtype: the dtype of the parameters, 'float32' or 'bfloat16'.
       gradient_dtype: the dtype in which devices sum the gradients of the matrices, by default the
         dtype of the computation. 'float32' sends twice the bytes of 'bfloat16'.
+      products: the products of layers in 8 bits. By default, they are in `dtype`. Not for experts.
       remat: what the backward pass recomputes: 'none', 'dots' (everything except matmul results),
         'full' (everything), or a `Remat`, which lists what is kept. Of a list of these, layer n
         takes entry n modulo the length; a scan then traces one layer per entry. 'auto' keeps what
@@ -114,6 +116,7 @@ class TransformerConfig:
     dtype: DType = 'float32'
     param_dtype: DType = 'float32'
     gradient_dtype: DType | None = None
+    products: QuantizedProducts | None = None
     remat: RematWord | Remat | Sequence[RematWord | Remat] = 'none'
     scan_layers: bool = True
     scan_unroll: int | None = None
@@ -214,6 +217,8 @@ class TransformerConfig:
                 )
         if self.pipeline:
             yield 'layers with experts cannot run in a pipeline: remove experts or pipeline'
+        if self.products:
+            yield 'experts cannot multiply in 8 bits: remove products or experts'
         if 'mlp' in self.biases:
             yield "biases has 'mlp', but experts have no biases: remove 'mlp'"
         if summed not in (None, self.dtype):

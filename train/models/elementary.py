@@ -79,10 +79,24 @@ def multiply(
     inputs = equation.partition('->')[0].split(',')
     known = NAMES | {'P': length_name('projection')}
     x_names, w_names = ([known[letter] for letter in letters] for letters in inputs)
-    dtype = config.gradient_dtype
-    y = products.multiply(equation, x, params[name], x_names, w_names, gradient_dtype=dtype)
+    y = products.multiply(
+        equation,
+        x,
+        params[name],
+        x_names,
+        w_names,
+        gradient_dtype=config.gradient_dtype,
+        rounding=_rounding_of(config, name),
+    )
     bias = params.get(f'{name}_bias')
     return y if bias is None else y + bias.astype(x.dtype)
+
+
+def _rounding_of(config: TransformerConfig, name: str) -> products.Rounding | None:
+    """How the operands of a matrix's products are rounded; None if they stay as they are."""
+    part = 'mlp' if name in ('gate', 'up', 'down') else 'attention'
+    found = config.products
+    return found if found is not None and found.covers(f'{part}/{name}') else None
 
 
 def cast_matrices(params: Params, dtype: str) -> Params:
