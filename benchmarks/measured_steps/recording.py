@@ -53,6 +53,8 @@ from .early import ask_for_text, compile_until_scheduled
 
 Mode = Literal['whole', 'early', 'traced']
 
+_open = open  # what a script writes by the function of this name is removed at its end
+_WAIT = 3600.0
 _EMPTY = '_of_no_work'
 RECORD, TEXT = '.json', '.hlo.txt.gz'
 _PACKAGES = ('jax', 'jaxlib', 'libtpu', 'jax-cuda13-plugin', 'flax')
@@ -71,7 +73,8 @@ def record_script(topology: str, path: Path, arguments: Sequence[str], mode: Mod
         _end_early(topology, path, mode)
     name, slices = split_slices(topology)
     machine = Machine(topology=describe_topology(name, num_slices=slices), process=None)
-    run = run_script(machine, Script(**script), steps=1, wait=options.wait)
+    wait = max(options.wait, _WAIT)  # the campaign ends what takes too long
+    run = run_script(machine, Script(**script), steps=1, wait=wait)
     if not any(one.trains for one in find_steps(run.functions)):
         return _why(run)
     step = max((one for one in run.functions if one.trains), key=lambda one: one.flops)
@@ -156,12 +159,16 @@ def _compile_empty(call: TracedCall) -> Any:
 def _store(
     topology: str, path: Path, found: dict[str, Any], seconds: dict[str, float], text: str
 ) -> None:
+    def write(ending: str, content: bytes) -> None:
+        with _open(path.with_name(path.name + ending), 'wb') as file:
+            file.write(content)
+
     if text:
-        path.with_name(path.name + TEXT).write_bytes(gzip.compress(text.encode(), mtime=0))
+        write(TEXT, gzip.compress(text.encode(), mtime=0))
     seconds['all'] = _cpu_seconds()
     # Last, because its presence says that the program is there.
     whole = found | {'topology': topology, 'seconds': seconds}
-    path.with_name(path.name + RECORD).write_text(json.dumps(whole) + '\n')
+    write(RECORD, (json.dumps(whole) + '\n').encode())
 
 
 def describe(step: CompiledFunction) -> dict[str, Any]:

@@ -162,9 +162,12 @@ def merge_kinds(collectives: Iterable[Collective]) -> Iterator[Collective]:
     """Yields one exchange of the mean size for all of a kind along the same axes."""
     for members in _group(collectives, _KIND):
         count = sum(c.count for c in members)
-        mean = sum(c.total_bytes for c in members) / count
-        merged = {'wire_bytes': mean, 'count': count, 'arrays': (), 'op_name': '', 'source': ''}
-        yield dataclasses.replace(members[0], **merged)
+        means = {
+            name: sum(getattr(c, name) * c.count for c in members) / count
+            for name in ('wire_bytes', 'flops_meanwhile', 'opposite_bytes')
+        }
+        merged = {'count': count, 'arrays': (), 'op_name': '', 'source': ''}
+        yield dataclasses.replace(members[0], **merged, **means)
 
 
 def _merge_equal(collectives: Iterable[Collective]) -> list[Collective]:

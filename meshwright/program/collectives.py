@@ -6,12 +6,12 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from meshwright.program.hlo_text import Computation, HloProgram, Instruction, numbers_in
-from meshwright.program.overlap import products_meanwhile
+from meshwright.program.overlap import pair_opposites, products_meanwhile
 from meshwright.program.visits import Visit
 
 # The bytes that a device sends in a ring of n devices, as a multiple of its operand: the share of
@@ -49,6 +49,8 @@ class Collective:
         in the order of the mesh; empty if the group has all of them.
       flops_meanwhile: the FLOPs of the products that the program is known to compute while one
         execution runs: of asynchronous 'collective-permute's, into which compilers cut exchanges.
+      opposite_bytes: the bytes that another 'collective-permute' sends at the same time in the
+        opposite direction, over other links.
     """
 
     kind: str
@@ -64,6 +66,12 @@ class Collective:
     instruction: str = ''
     places: tuple[int, ...] = ()
     flops_meanwhile: float = 0.0
+    opposite_bytes: float = 0.0
+
+    @property
+    def share_of_pair(self) -> float:
+        """Its share of the bytes of two exchanges in opposite directions; 1 if it runs alone."""
+        return self.wire_bytes / (self.wire_bytes + self.opposite_bytes) if self.wire_bytes else 1.0
 
     @property
     def total_bytes(self) -> float:
@@ -150,7 +158,7 @@ def find_collectives(
       visits: what it runs, from `visit_program`.
       mesh: the mesh that it was compiled for, which names the axes.
     """
-    found, chains = [], set[tuple[str, str, str]]()
+    found, chains, places = [], set[tuple[str, str, str]](), dict[str, Computation]()
     started = {
         name
         for visit in visits
@@ -166,7 +174,20 @@ def find_collectives(
                 chains.add(key)
                 overlaps = bool(chain) or visit.computation.name in started
                 found.append(_describe(program, instruction, inside, visit, mesh, overlaps))
-    return tuple(found)
+                if instruction.opcode.startswith('collective-permute'):
+                    places[inside.name] = inside
+    return tuple(_join_opposites(found, places.values()))
+
+
+def _join_opposites(
+    found: Sequence[Collective], places: Iterable[Computation]
+) -> Iterator[Collective]:
+    """Yields collectives; those with an opposite one know its bytes."""
+    pairs = {name: other for place in places for name, other in pair_opposites(place).items()}
+    sizes = {one.instruction: one.wire_bytes for one in found if one.instruction in pairs}
+    for one in found:
+        opposite = sizes.get(pairs.get(one.instruction, ''), 0.0)
+        yield dataclasses.replace(one, opposite_bytes=opposite) if opposite else one
 
 
 def _exchanging(

@@ -11,11 +11,13 @@ compute this one:
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 from meshwright.program.hlo_text import Computation, HloProgram, Instruction
 
 _PRODUCTS = ('convolution', 'dot')
+_PERMUTE = 'collective-permute-start'
 
 
 def products_meanwhile(program: HloProgram, start: Instruction, inside: Computation) -> float:
@@ -52,3 +54,30 @@ def _products_in(
         computation = program.computations[name]
         for inner in computation.instructions.values():
             yield from _products_in(program, inner, computation)
+
+
+def pair_opposites(inside: Computation) -> dict[str, str]:
+    """Finds the permutes of a computation that run at once in opposite directions, by their names.
+
+    Compilers send parts of an array both ways around a ring, over different links:
+
+        there = collective-permute-start(a), source_target_pairs={{0,1},{1,2},{2,0}}
+        back = collective-permute-start(b), source_target_pairs={{1,0},{2,1},{0,2}}
+
+    They are a pair if one starts before the other has ended. None is in two pairs.
+    """
+    running: dict[str, frozenset[tuple[str, str]]] = {}
+    pairs: dict[str, str] = {}
+    for instruction in inside.instructions.values():
+        for name in instruction.operands:
+            running.pop(name, None)  # its end
+        if instruction.opcode != _PERMUTE:
+            continue
+        _, _, listed = instruction.attributes.partition('source_target_pairs={')
+        route = frozenset(re.findall(r'\{(\d+),(\d+)\}', listed.partition('}}')[0] + '}'))
+        back = frozenset((target, source) for source, target in route)
+        free = [name for name, one in running.items() if name not in pairs and one == back != route]
+        if free:
+            pairs |= {instruction.name: free[0], free[0]: instruction.name}
+        running[instruction.name] = route
+    return pairs

@@ -188,8 +188,8 @@ def _work_of(step: Step, arguments: Sequence[Any]) -> KernelWork:
         name, size = str(step.params['name']), _width_of(step.params['jaxpr'])
         mapping = step.params['grid_mapping']
         bounds = arguments[: mapping.num_dynamic_grid_bounds]
-        flops = count_jaxpr_flops(step.params['jaxpr']) * count_blocks(mapping, bounds)
-        flops *= _share_of_blocks(name, arguments[len(bounds) :], bounds)
+        flops = _flops_of_block(step.params['jaxpr']) * count_blocks(mapping, bounds)
+        flops *= _share_of_blocks(name, arguments[len(bounds) :], bounds, mapping.num_index_operands)
         stated = step.params.get('cost_estimate')
         if stated is not None and not mapping.grid:  # it loops over blocks by itself
             flops = max(flops, float(stated.flops))
@@ -240,17 +240,39 @@ def _add(kernels: Sequence[KernelWork], times: int = 1) -> KernelWork:
     )
 
 
-def _share_of_blocks(name: str, arguments: Sequence[Any], bounds: Sequence[Any]) -> float:
+def _flops_of_block(jaxpr: Any) -> float:
+    """The FLOPs of a kernel on one block.
+
+    Kernels of attention have one path for blocks that are masked in part and one for whole blocks,
+    each in a `cond` of its own: of conditions with the same products, one is true.
+    """
+    paths = collections.Counter(
+        count_jaxpr_flops(jaxpr.replace(eqns=[equation]))
+        for equation in jaxpr.eqns
+        if equation.primitive.name == 'cond'
+    )
+    twice = math.fsum(flops * (count - 1) for flops, count in paths.items())
+    return count_jaxpr_flops(jaxpr) - twice
+
+
+def _share_of_blocks(
+    name: str, arguments: Sequence[Any], bounds: Sequence[Any], lists: int
+) -> float:
     """The share of the blocks of a kernel's grid that its mask does not rule out.
 
-    Splash attention takes the mask of its blocks as its second argument, with 0 for blocks that it
-    skips. If the grid has only blocks that it needs, `bounds` says how many these are.
+    Splash attention takes the mask of its blocks as the second of its lists of blocks, or as the
+    only one, with 0 for blocks that it skips. If the grid has only blocks that it needs, `bounds`
+    says how many these are.
+
+    Args:
+      lists: how many arguments are lists of blocks, which come first.
     """
     if not name.startswith('splash') or (bounds and bounds[0] is not None):
         return 1.0
-    if bounds or arguments[1] is None:
+    mask = arguments[min(1, lists - 1)]
+    if bounds or mask is None:
         return _SHARE_OF_UNKNOWN_MASKS
-    return float(np.mean(np.asarray(arguments[1]) != 0))
+    return float(np.mean(np.asarray(mask) != 0))
 
 
 _LARGEST = 2**20  # elements; larger results are not computed

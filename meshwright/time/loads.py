@@ -83,9 +83,10 @@ def find_loads(work: Work, machine: Machine) -> Loads:
         axes = ', '.join(collective.axes) or f'{collective.group_size} devices'
         name = f'{collective.kind} over {axes} ({between if slow else fast})'
         load = exchanges.setdefault(name, ExchangeLoad(name=name, slow=slow))
-        seconds = time_exchange(collective, links, machine)
+        share = collective.share_of_pair  # of the time, and of the products that hide it
+        seconds = time_exchange(collective, links, machine) * share
         load.seconds += seconds * collective.count
-        meanwhile = collective.flops_meanwhile / peak
+        meanwhile = collective.flops_meanwhile / peak * share
         load.covered += min(seconds, meanwhile) * collective.count
         if 0 < seconds <= meanwhile:
             continue
@@ -154,6 +155,8 @@ def links_of(collective: Collective, machine: Machine) -> Links:
 def time_exchange(collective: Collective, links: Links, machine: Machine) -> float:
     """The seconds that one execution of a collective takes by its bytes, without latency.
 
+    Two in opposite directions of a ring take as long as the larger one.
+
     Args:
       collective: the collective.
       links: the links between its devices, from `links_of`.
@@ -175,7 +178,7 @@ def time_exchange(collective: Collective, links: Links, machine: Machine) -> flo
     if not links.dimensions:  # the cores of one chip exchange data in its memory
         return sent / chip.hbm_bandwidth
     if collective.kind == 'collective-permute':
-        return sent * links.cores / link
+        return max(sent, collective.opposite_bytes) * links.cores / link
     seconds = sent / (links.lanes * link)
     if collective.kind in _EVERYONE_TO_EVERYONE:
         # Half of the data crosses the middle of every dimension.

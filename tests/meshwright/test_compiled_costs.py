@@ -37,6 +37,17 @@ def test_products_between_the_start_and_the_end_of_a_permute():
     assert after.flops_meanwhile == 0, 'it ends before the next product'
 
 
+def test_permutes_in_opposite_directions_are_pairs_while_both_run():
+    """A ring of 4: two parts go both ways, and a third one starts when both have arrived."""
+    costs = costs_of_text(TEXTS['both_ways'], mesh=MeshAxes(sizes={'model': 4}))
+    assert [(c.wire_bytes, c.opposite_bytes) for c in costs.collectives] == [
+        (64 * 32 * 2, 32 * 32 * 2),
+        (32 * 32 * 2, 64 * 32 * 2),
+        (64 * 32 * 2, 0),
+    ]
+    assert [c.share_of_pair for c in costs.collectives] == pytest.approx([2 / 3, 1 / 3, 1])
+
+
 def test_collectives_of_a_shard_map(mesh):
     """All of them have channel 1. A device holds 16 x 32 floats, 2,048 bytes, of 64 x 64."""
 

@@ -17,7 +17,7 @@ from meshwright.program.collectives import MeshAxes
 from meshwright.time import KernelWork, Work, constants_of, describe_machine, estimate_step_time
 from meshwright.time.domain import domain_of
 from meshwright.time.layers import Layers, Product, describe_layers
-from meshwright.time.loads import links_of, time_exchange
+from meshwright.time.loads import find_loads, links_of, time_exchange
 from partitioning.hardware import CHIPS
 from tests.partitioning.mock_devices import cpus, gpus, tpu_slices, tpus
 
@@ -137,6 +137,25 @@ def test_products_hide_what_is_sent_meanwhile():
 def test_permutes_use_one_link():
     permute = dataclasses.replace(GATHER, kind='collective-permute', wire_bytes=1e9)
     assert seconds_of(permute, pod()) == pytest.approx(1e9 / 50e9)
+
+
+def test_permutes_in_opposite_directions_take_as_long_as_the_larger_one():
+    """1.5 GB one way take 30 ms, and 1 GB the other way hide in them; products hide 20 ms."""
+    sizes = (1.5e9, 1e9), (1e9, 1.5e9)
+    pair = [
+        dataclasses.replace(
+            GATHER,
+            kind='collective-permute',
+            wire_bytes=sent,
+            opposite_bytes=other,
+            flops_meanwhile=0.020 * 197e12,
+        )
+        for sent, other in sizes
+    ]
+    work = dataclasses.replace(NOTHING, collectives=tuple(pair))
+    (load,) = find_loads(work, pod()).exchanges
+    assert load.seconds == pytest.approx(0.030)
+    assert load.covered == pytest.approx(0.020)
 
 
 def test_network_between_slices():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.megablox import gmm
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel,
@@ -180,6 +181,30 @@ def test_masked_blocks_of_splash_attention_do_not_count():
     assert dkv.flops == 4 * product * 3 / 4
     assert dq.flops == 3 * product * 3 / 4
     assert forward.count == dkv.count == dq.count == layers
+
+
+def test_blocks_of_attention_take_one_of_two_paths():
+    """The only list has the kinds of 4 blocks of 64 x 64: in part, whole, skipped, in part."""
+
+    def attend(kinds, x_ref, o_ref):
+        kind = kinds[pl.program_id(0)]
+
+        def multiply():
+            o_ref[...] = x_ref[...] @ x_ref[...]
+
+        pl.when((kind != 1) & (kind != 0))(multiply)
+        pl.when((kind == 1) & (kind != 0))(multiply)
+
+    def run(x):
+        spec = pl.BlockSpec((64, 64), lambda i, kinds: (i, 0))
+        grid = pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1, grid=(4,), in_specs=[spec], out_specs=spec
+        )
+        call = pl.pallas_call(attend, grid_spec=grid, out_shape=x, name='splash_mha')
+        return call(jnp.asarray([1, 2, 0, 1]), x)
+
+    (work,) = find_kernel_work(jax.make_jaxpr(run)(jnp.zeros((256, 64))))
+    assert work.flops == 3 * 2 * 64**3
 
 
 def test_other_kernels_count_their_whole_grid():
