@@ -9,6 +9,8 @@ a change of the step-time model needs no compilation.
 
 Usage:
   python benchmarks/search.py [--cases=1b,8b] [--results=FILE] [--pictures=DIR] [--no_compile]
+
+What it printed is in `results/search.md`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
+import gin
 import jax
 
 from benchmarks.campaigns import (
@@ -47,7 +50,7 @@ from train.planning.searching import Outcome, Prediction, search
 from train.planning.space import Choices, Space, list_space
 from train.planning.tables import draw_search, summary_lines
 
-RESULTS = 'benchmarks/search_results.json'
+RESULTS = 'build/search_results.json'
 _WINDOWED = (('xla_jf_spmd_threshold_for_windowed_einsum_mib', None),)
 _SHARE = 4  # a search may compile one in this many candidates
 
@@ -125,6 +128,7 @@ def space_of(case: Case) -> Space:
 def read(case: Case) -> tuple[TrainConfig, Machine]:
     """Returns the settings of the run of a case, and its machine."""
     machine = parse_machine(case.topology)
+    gin.clear_config()
     load_config(case.files, case.bindings)
     with stand_in(machine):
         return find_config(), machine
@@ -234,7 +238,7 @@ def search_case(case: Case, stored: Mapping[str, Any], pictures: Path | None) ->
         f'{winner.seconds / optimum[0] - 1:.1%} above the best, {result.num_compiled} compiled; '
         f'{predicting:.0f} s of formulas and {compiling:.0f} s of compilation'
     )
-    print(f'  {summary_lines(result)[-1]}')
+    print(*(f'  {line}' for line in summary_lines(result)[-2:]), sep='\n')
     if pictures is not None:
         file = pictures / f'search_{case.name}.png'
         draw_search(result, file, title=f'{case.name} on {case.topology}, batch {case.batch}')

@@ -52,7 +52,7 @@ def test_a_search_prints_its_winner_and_writes_it(capsys, monkeypatch, tmp_path)
     assert main([*ARGUMENTS, '--topology=v5e:2x2', f'--out={out}']) == 0
     printed, progress = capsys.readouterr()
     assert 'fsdp, remat full' in printed and '500.000 s' in printed and '1.00 GiB' in printed
-    assert 'within 0.0% of the best possible in this space' in printed
+    assert 'at most 0.0% slower than the best' in printed
     assert f'winner: {out}/best.gin' in printed
     assert 'compiling 1 of at most 8: fsdp, remat full' in progress
     assert "TransformerConfig.remat = 'full'" in (out / 'best.gin').read_text()

@@ -131,7 +131,7 @@ class _Memory:
         known, key = self.held[kind], self.key(candidate)
         if key not in known:
             known[key] = dataclasses.asdict(find_out(candidate))
-            if kind == 'compiled':
+            if kind == 'compiled' or len(known) % 25 == 0:  # formulas take seconds
                 self.save()
         return known[key]
 
@@ -179,6 +179,8 @@ def _write_files(
         'limit': result.limit,
         'bound': result.bound,
         'gap': result.gap,
+        'likely_bound': result.likely_bound,
+        'likely_gap': result.likely_gap,
         'num_compiled': result.num_compiled,
         'dropped': dict(result.dropped),
         'found': found,

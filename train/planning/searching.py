@@ -18,6 +18,7 @@ Status = Literal['compiled', 'not compiled', 'too slow', 'too large', 'impossibl
 # How much evidence a setting needs before it is believed: with one compiled candidate, a setting
 # takes half of what is unexplained, with three of them three quarters.
 _DOUBT = 1.0
+_MARGIN, _ENOUGH = 2 / 3, 3  # of the likely bound; the candidates that it needs
 _SLOW = 1.5  # times the fastest: slower layouts are not tried only because they are others
 
 
@@ -111,27 +112,39 @@ class SearchResult:
         return min(times, default=None)
 
     @property
-    def expected(self) -> float | None:
-        """The step time in seconds of the best candidate that was not compiled.
+    def likely_bound(self) -> float | None:
+        """The step time in seconds that no candidate is likely to stay below.
 
-        It is by formulas that the compiled candidates have corrected. None if none could be faster.
+        Programs also do what the bound leaves out. It counts by formulas, times the least share
+        that any compiled candidate took of it, and times a margin. It is the bound as long as fewer
+        than three are compiled.
         """
-        left = [(f.candidate, f.prediction) for f in self.found if f.status == 'not compiled']
-        times = [
-            (f.candidate, f.outcome.seconds / f.prediction.seconds)
+        known = [
+            (f.outcome.seconds - f.prediction.bound) / (f.prediction.seconds - f.prediction.bound)
             for f in self.found
             if f.outcome and f.outcome.seconds and f.prediction
+            if f.prediction.seconds > f.prediction.bound
         ]
-        factors = correct(times, [candidate for candidate, _ in left])
-        found = [p.seconds * factor for (_, p), factor in zip(left, factors, strict=True) if p]
-        return min(found, default=None)
+        share = _MARGIN * max(0.0, min(known)) if len(known) >= _ENOUGH else 0.0
+        left = [f.prediction for f in self.found if f.prediction and _is_open(f.status)]
+        times = [p.bound + share * max(0.0, p.seconds - p.bound) for p in left]
+        times += [found.seconds for found in self.found if found.seconds is not None]
+        return min(times, default=None)
 
     @property
     def gap(self) -> float | None:
         """By which share the winner is slower than the bound: 0.05 if within 5%."""
-        if self.winner is None or self.winner.seconds is None or not self.bound:
+        return self._above(self.bound)
+
+    @property
+    def likely_gap(self) -> float | None:
+        """The same for the likely bound."""
+        return self._above(self.likely_bound)
+
+    def _above(self, bound: float | None) -> float | None:
+        if self.winner is None or self.winner.seconds is None or not bound:
             return None
-        return self.winner.seconds / self.bound - 1
+        return self.winner.seconds / bound - 1
 
     def count(self, status: Status) -> int:
         """The number of candidates with a status."""

@@ -65,15 +65,15 @@ def summary_lines(result: SearchResult) -> list[str]:
     if result.winner is None:
         lines.append('no compiled candidate fits: try more of them with --best')
     elif result.gap is not None and result.bound is not None:
-        if result.expected is not None:
-            lines.append(
-                f'the best of the others is expected at {result.expected:.3f} s, by formulas that '
-                'the compiled candidates have corrected'
-            )
         lines.append(
-            f'the winner is within {result.gap:.1%} of the best possible in this space: no '
-            f'candidate is below {result.bound:.3f} s, even with all products at the peak rate, '
-            'kernels and overheads as in the forecast, and exchanges of data that take no time'
+            f'the winner is at most {result.gap:.1%} slower than the best: no candidate is below '
+            f'{result.bound:.3f} s, even with all products at the peak rate, kernels and overheads '
+            'as in the forecast, and exchanges of data that take no time'
+        )
+        lines.append(
+            f'it is likely within {result.likely_gap:.1%} of the best: none is likely below '
+            f'{result.likely_bound:.3f} s, unless exchanges and other operations take less than '
+            'two thirds of the least share of their formulas that a compiled candidate took'
         )
     return lines
 
