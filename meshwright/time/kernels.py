@@ -261,16 +261,16 @@ def _share_of_blocks(
     """The share of the blocks of a kernel's grid that its mask does not rule out.
 
     Splash attention takes the mask of its blocks as the second of its lists of blocks, or as the
-    only one, with 0 for blocks that it skips. If the grid has only blocks that it needs, `bounds`
-    says how many these are.
+    only one, with 0 for blocks that it skips. A grid of a length that it computes has only blocks
+    that it needs, and its lists are as long.
 
     Args:
       lists: how many arguments are lists of blocks, which come first.
     """
-    if not name.startswith('splash') or (bounds and bounds[0] is not None):
+    if not name.startswith('splash') or bounds:
         return 1.0
     mask = arguments[min(1, lists - 1)]
-    if bounds or mask is None:
+    if mask is None:
         return _SHARE_OF_UNKNOWN_MASKS
     return float(np.mean(np.asarray(mask) != 0))
 

@@ -195,16 +195,18 @@ def test_blocks_of_attention_take_one_of_two_paths():
         pl.when((kind != 1) & (kind != 0))(multiply)
         pl.when((kind == 1) & (kind != 0))(multiply)
 
-    def run(x):
-        spec = pl.BlockSpec((64, 64), lambda i, kinds: (i, 0))
+    def run(blocks, kinds, x):
+        spec = pl.BlockSpec((64, 64), lambda i, kinds: (kinds[i], 0))
         grid = pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1, grid=(4,), in_specs=[spec], out_specs=spec
+            num_scalar_prefetch=1, grid=(blocks,), in_specs=[spec], out_specs=spec
         )
-        call = pl.pallas_call(attend, grid_spec=grid, out_shape=x, name='splash_mha')
-        return call(jnp.asarray([1, 2, 0, 1]), x)
+        return pl.pallas_call(attend, grid_spec=grid, out_shape=x, name='splash_mha')(kinds, x)
 
-    (work,) = find_kernel_work(jax.make_jaxpr(run)(jnp.zeros((256, 64))))
+    x = jnp.zeros((256, 64))
+    (work,) = find_kernel_work(jax.make_jaxpr(lambda x: run(4, jnp.asarray([1, 2, 0, 1]), x))(x))
     assert work.flops == 3 * 2 * 64**3
+    needed = jax.make_jaxpr(run)(jnp.int32(3), jnp.asarray([1, 2, 1]), x)
+    assert [work.flops for work in find_kernel_work(needed)] == [3 * 2 * 64**3], 'all in its list'
 
 
 def test_other_kernels_count_their_whole_grid():
