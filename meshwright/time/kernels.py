@@ -189,7 +189,7 @@ def _work_of(step: Step, arguments: Sequence[Any]) -> KernelWork:
         mapping = step.params['grid_mapping']
         bounds = arguments[: mapping.num_dynamic_grid_bounds]
         flops = _flops_of_block(step.params['jaxpr']) * count_blocks(mapping, bounds)
-        flops *= _share_of_blocks(name, arguments[len(bounds) :], bounds, mapping.num_index_operands)
+        flops *= _share_of_blocks(name, arguments, mapping)
         stated = step.params.get('cost_estimate')
         if stated is not None and not mapping.grid:  # it loops over blocks by itself
             flops = max(flops, float(stated.flops))
@@ -255,21 +255,16 @@ def _flops_of_block(jaxpr: Any) -> float:
     return count_jaxpr_flops(jaxpr) - twice
 
 
-def _share_of_blocks(
-    name: str, arguments: Sequence[Any], bounds: Sequence[Any], lists: int
-) -> float:
+def _share_of_blocks(name: str, arguments: Sequence[Any], mapping: Any) -> float:
     """The share of the blocks of a kernel's grid that its mask does not rule out.
 
     Splash attention takes the mask of its blocks as the second of its lists of blocks, or as the
     only one, with 0 for blocks that it skips. A grid of a length that it computes has only blocks
     that it needs, and its lists are as long.
-
-    Args:
-      lists: how many arguments are lists of blocks, which come first.
     """
-    if not name.startswith('splash') or bounds:
+    if not name.startswith('splash') or mapping.num_dynamic_grid_bounds:
         return 1.0
-    mask = arguments[min(1, lists - 1)]
+    mask = arguments[min(1, mapping.num_index_operands - 1)]
     if mask is None:
         return _SHARE_OF_UNKNOWN_MASKS
     return float(np.mean(np.asarray(mask) != 0))
