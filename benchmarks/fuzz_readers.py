@@ -100,12 +100,9 @@ def read_gin(folder: Path, changed: Path) -> None:
 
 
 def write_settings(folder: Path) -> None:
-    """Whole runs, each in one file, so that any of their settings may change."""
-    for name in ('quickstart', 'finetune'):
-        text = 'MODEL_DIR = "m"\nWEIGHTS = "w"\nTEXT = "*.txt"\n' + with_includes(
-            ROOT / f'configs/runs/{name}.gin'
-        )
-        (folder / f'{name}.gin').write_text(text)
+    """A whole run in one file, so that any of its settings may change."""
+    text = with_includes(ROOT / 'configs/runs/quickstart.gin')
+    (folder / 'run.gin').write_text(f"MODEL_DIR = 'm'\n{text}")
 
 
 def with_includes(path: Path) -> str:
