@@ -3,6 +3,7 @@
 `benchmarks/damage.py` damages every file; here are a few of each kind, in the same way.
 """
 
+import dataclasses
 import json
 import re
 import shutil
@@ -15,7 +16,14 @@ import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
-from benchmarks.damage import damaged, damages_of, outcome, save_two_steps
+from benchmarks.damage import (
+    KINDS,
+    damaged,
+    damages_of,
+    outcome,
+    run_random,
+    save_two_steps,
+)
 from train.checkpoints import CheckpointConfig, Checkpoints, complete_steps
 from train.checkpoints.orbax.writer import StepWriter
 from train.checkpoints.steps.finding import delete_step, newest_step
@@ -59,6 +67,13 @@ def test_an_added_chunk_is_noticed(saved):
     finally:
         added.unlink()
     assert outcome(saved, '') == 'unnoticed', 'the step is intact again'
+
+
+def test_a_random_change_of_each_kind_is_named_or_harmless(saved, tmp_path):
+    other = shutil.copytree(saved.run.directory, tmp_path / 'other')
+    other = dataclasses.replace(saved, run=dataclasses.replace(saved.run, directory=other))
+    found = [run_random(saved, other, number)['outcome'] for number in range(len(KINDS))]
+    assert {*found} == {'previous step', 'unnoticed'}
 
 
 # What else can be in the folder of checkpoints.
