@@ -75,11 +75,15 @@ def _choose(config: TrainConfig, model: TransformerConfig, plan: Plan) -> tuple[
     if not isinstance(config.sequence_length, int):
         return _FULL, 'rows do not have one length'
     sizes = _sizes_of_layer(config, model, config.sequence_length)
+    rules, rows = config.partitioner.logical_axis_rules, config.batch_size
+    # Axes that shard rows gather parameters, and axes that shard only hidden layers do not.
+    tensor = _num_shards(('batch', 'mlp'), rules, mesh, (rows, model.mlp_dim))
+    tensor //= _num_shards(('batch',), rules, mesh, (rows,))
     best, needed = _FULL, 0.0
     for choice in _CHOICES:
         if choice is _WITH_MLP and model.experts is not None:
             break
-        peak = _peak(model, plan, sizes, choice)
+        peak = _peak(model, plan, sizes, tensor, choice)
         if choice is _FULL or peak <= _USABLE * chip.hbm_bytes_per_device:
             best, needed = choice, peak
     return best, (
@@ -88,11 +92,14 @@ def _choose(config: TrainConfig, model: TransformerConfig, plan: Plan) -> tuple[
     )
 
 
-def _peak(model: TransformerConfig, plan: Plan, sizes: Mapping[str, float], keep: Remat) -> float:
+def _peak(
+    model: TransformerConfig, plan: Plan, sizes: Mapping[str, float], tensor: int, keep: Remat
+) -> float:
     """The memory of a device at its fullest, in bytes; above what compilers need.
 
     It has the state; the gradients, and the parameters in the dtype of the computation; what all
-    layers keep; one layer at work, with its gathered parameters; and the output layer.
+    layers keep; one layer at work, with its gathered parameters; and the output layer. `tensor`
+    devices share what is gathered.
     """
     itemsize = jnp.dtype(model.dtype).itemsize
     parameters = [row for row in plan.rows if row.role == 'parameters']
@@ -104,7 +111,7 @@ def _peak(model: TransformerConfig, plan: Plan, sizes: Mapping[str, float], keep
     if 'dots' in keep.save:
         names |= {*sizes}
     kept = model.num_layers * sum(sizes[name] for name in names)
-    working = _IN_FLIGHT * sum(sizes.values()) + 2 * layer + 2 * words + _LOGITS
+    working = _IN_FLIGHT * sum(sizes.values()) + 2 * (layer + words) / tensor + _LOGITS
     return plan.bytes_per_device + held * (1 + itemsize / 4) + kept + working
 
 
