@@ -112,7 +112,7 @@ def shard_ownership(mesh: Mesh, axes: Axes) -> ShardOwnership:
     check_axes(flat, mesh, 'the array')
     shards = tuple(num_shards(dimension, mesh) for dimension in axes)
     index_map = NamedSharding(mesh, PartitionSpec(*axes)).devices_indices_map(shards)
-    # Of an array with one element per shard.
+    # The array has one element per shard.
     numbers: np.ndarray = np.zeros(len(index_map), np.int64)
     for dim, size in enumerate(shards):
         numbers = numbers * size + [index[dim].start or 0 for index in index_map.values()]

@@ -59,7 +59,7 @@ from partitioning.tracebacks import hide_own_frames
 from partitioning.values import kind_str
 
 
-class BasePartitioner(PartitionerObject, abc.ABC):
+class BasePartitioner(PartitionerObject):
     """Lays out data and train states over a mesh, and partitions functions.
 
     Subclasses say what the mesh is, how a state maps to it, and how a function is partitioned.
@@ -146,13 +146,10 @@ class BasePartitioner(PartitionerObject, abc.ABC):
     def to_global(self, local_batch: Any, batch_size: int | None = None, spec: Any = None) -> Any:
         """The rows that each process has read, as sharded global arrays.
 
-        On CPU they may share the memory of numpy arrays, so do not write to those again.
-
-        Args:
-          local_batch: a pytree of arrays [local rows, ...], with the rows that
-            `get_data_layout(batch_size).row_indices` lists, in that order, and of scalars.
-          batch_size: the rows of the global batch, which several processes have to give.
-          spec: a PartitionSpec, or a tree of them, by default `data_partition_spec`.
+        `local_batch` is a pytree of scalars and arrays [local rows, ...], with the rows of
+        `get_data_layout(batch_size).row_indices` in that order. Several processes have to give
+        `batch_size`. `spec` is a PartitionSpec, or a tree of them, by default
+        `data_partition_spec`. On CPU, do not write to the numpy arrays again: memory is shared.
         """
         if isinstance(local_batch, int) and batch_size is not None and not is_count(batch_size):
             raise ValueError(
@@ -201,13 +198,10 @@ class BasePartitioner(PartitionerObject, abc.ABC):
 
     @hide_own_frames
     def plan(self, init_or_state: Any, /, *args: Any) -> Plan:
-        """The plan of a state: of one that a function makes, or of one that exists.
+        """The plan of a state that exists, or that a function makes of `args`.
 
-        Args:
-          init_or_state: a function that makes a state of `args`, traced once inside the mesh and
-            the rules; or a state, concrete or abstract. Its parameters carry names, unless the
-            layout needs none; states that were planned here may have lost them.
-          *args: the arguments of the function, abstract or not, replicated over the mesh.
+        The state and `args` may be abstract, and `args` are replicated. Parameters carry names,
+        unless the layout needs none; states that were planned here may have lost them.
         """
         if not is_init_function(init_or_state, args):
             check_only_arrays(unbox(init_or_state), 'the state', 'holds', abstract=True)
@@ -242,13 +236,12 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         """The state, the step and the layout of the batch, from the functions of a program.
 
         Args:
-          init_or_state: as for `plan`. An existing state is moved: do not use it afterwards.
-          train_step: maps (state, batch, ...) to the new state, or to a tuple that begins with it,
-            such as (state, metrics). Random keys and scalars may stand before the batch.
-          *args: the arguments of the init function.
+          init_or_state, *args: as for `plan`. A state is moved: do not use it afterwards.
+          train_step: maps (state, batch, ...) to the new state, or to a tuple that begins with it.
+            Random keys and scalars may stand before the batch.
           data_spec: the layout of the batch, by default `data_partition_spec`: a PartitionSpec,
             such as P(None, 'data') for [steps, rows, ...], or a tree of them.
-          static_argnums: the positions of compile-time constants of `train_step`, such as a bool.
+          static_argnums: the positions of constants of `train_step`, such as a bool.
           donate: whether the step reuses the buffers of the old state for the new one.
         """
         step_name = getattr(train_step, '__name__', 'train_step')

@@ -72,11 +72,9 @@ class BasePjitPartitioner(BasePartitioner):
         """Partitions a function over the mesh, as `jax.jit` does with shardings.
 
         Args:
-          fn: the function.
           in_shardings: for each argument that is not static a tree, or a prefix of one, of
             PartitionSpecs, Shardings or None, which replicates. UNCONSTRAINED keeps what is there.
           out_shardings: the same for the result; XLA lays out UNCONSTRAINED dimensions.
-          static_argnums, donate_argnums, compiler_options: as for `jax.jit`.
           on_recompile: 'error' says which argument changed, and does not compile a second time.
           in_axis_resources, out_axis_resources: T5X's names of the shardings.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import textwrap
 from collections.abc import Collection
@@ -19,7 +20,15 @@ from partitioning.rules import check_has_devices, describe_axes
 from partitioning.state import get_logical_axes
 
 
-class T5xNames:
+class ShortHelp(abc.ABCMeta):
+    """Leaves T5X's names and the names of Python's protocols out of the `help` of a class."""
+
+    def __dir__(cls) -> list[str]:
+        hidden = {} if cls is T5xNames else vars(T5xNames)
+        return [n for n in super().__dir__() if n not in hidden and not n.startswith('__')]
+
+
+class T5xNames(metaclass=ShortHelp):
     """What programs of T5X call by other names, or what a mesh and a layout make needless."""
 
     _num_partitions = T5xSetting()

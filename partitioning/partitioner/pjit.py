@@ -75,7 +75,7 @@ class PjitPartitioner(BasePjitPartitioner):
         state, metrics = step(state, partitioner.to_global(batch))
 
     `setup` is `plan`, `init` and `partition` in one call. `audit` and `lint` say what the layout
-    costs and what is suspicious. Methods by T5X's names are listed last, below `T5xNames`.
+    costs and what is suspicious. T5X's methods that are not listed are in `T5xNames`.
 
     Args:
       mesh: a jax Mesh or AbstractMesh, a MeshConfig, the sizes of its axes, of which one may be -1,
@@ -110,10 +110,7 @@ class PjitPartitioner(BasePjitPartitioner):
         mesh: MeshSetting | None = None,
         **t5x: Unpack[T5xSettings],
     ) -> Self:
-        """A partitioner by regular expressions on paths, as in EasyLM: `cls(mesh, layout=rules)`.
-
-        Here, a tuple, a list, a string or None can replace the PartitionSpec of a rule.
-        """
+        """As in EasyLM: `cls(mesh, layout=rules)`, also with tuples in place of PartitionSpecs."""
         return cls(mesh, by_partition_rules(rules), **t5x)
 
     # The rules.
@@ -274,10 +271,8 @@ class PjitPartitioner(BasePjitPartitioner):
     def audit(self, train_state: Any, named: Any = None, *, budget: float | None = None) -> Audit:
         """What every device holds of a state, what is replicated, and why.
 
-        Args:
-          train_state: arrays or ShapeDtypeStructs; their layouts are compared with the plan.
-          named: the state with its names, if `train_state` has lost them and is unknown here.
-          budget: the most bytes that one device may hold; more is a ValueError.
+        The layouts of its arrays are compared with the plan. `named` is the state with its names,
+        if they are lost and unknown here. A device with more than `budget` bytes is a ValueError.
         """
         if isinstance(train_state, Plan):
             raise ValueError('audit takes a state, not a Plan: write plan.audit()')

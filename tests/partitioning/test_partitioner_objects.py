@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+import pydoc
 import subprocess
 import sys
 
@@ -70,6 +71,14 @@ def test_the_repr_shows_what_decides_layouts():
     assert 'host memory' in repr(partitioner)
     assert max(map(len, repr(partitioner).splitlines())) <= 100
     assert str(partitioner) == repr(partitioner)
+
+
+def test_the_help_fits_on_two_screens_and_leaves_out_what_only_t5x_needs():
+    text = pydoc.render_doc(PjitPartitioner, renderer=pydoc.plaintext)
+    assert 'setup(self' in text and len(text.splitlines()) <= 150
+    for name in ('get_mesh_axes', 'data_shards', '__copy__'):
+        assert name not in text and hasattr(PjitPartitioner, name)
+        assert name in dir(PjitPartitioner(CONFIG, RULES))
 
 
 def test_the_source_of_a_mesh_needs_no_devices():
