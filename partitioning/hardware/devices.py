@@ -147,9 +147,11 @@ def num_slices(devices: Sequence[JaxDevice]) -> int:
 def slice_bounds(device: JaxDevice) -> tuple[int, int, int] | None:
     """Returns the number of chips along x, y and z of the whole slice of a TPU device.
 
-    It is None for devices without a client, such as the stand-ins of tests.
+    It is None for devices without a client, such as the stand-ins of tests, unless they know it.
     """
     client = getattr(device, 'client', None)
+    if client is None and (bounds := getattr(device, 'bounds', None)) is not None:
+        return bounds
     return None if client is None else _bounds_of_slices(client).get(slice_of(device))
 
 

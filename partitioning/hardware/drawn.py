@@ -58,9 +58,10 @@ class DrawnDevice:
 
 @dataclasses.dataclass(frozen=True)
 class DrawnCore(DrawnDevice):
-    """A core of a TPU."""
+    """A core of a TPU. `bounds` are the chips of its slice along x, y and z."""
 
     core_on_chip: int
+    bounds: tuple[int, int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,7 @@ def draw_tpus(
 
     `bounds` are the chips of a slice, and `host` the chips of a host, along x, y and z.
     """
-    cores, (nx, ny, _) = chip.devices, bounds
+    cores, (nx, ny, nz) = chip.devices, bounds
     hosts = [b // h for b, h in zip(bounds, host, strict=True)]
     kind: dict[str, Any] = {'platform': 'tpu', 'device_kind': chip.device_kind}
 
@@ -106,6 +107,7 @@ def draw_tpus(
                         'process_index': number + slice_index * math.prod(hosts),
                         'coords': (x, y, z),
                         'core_on_chip': core,
+                        'bounds': (nx, ny, nz),
                     }
                     found.append(make(slice_index, about))
     return cast(tuple[JaxDevice, ...], tuple(found))
