@@ -230,10 +230,15 @@ def folded_table(rows: Sequence[PlanRow], mesh: MeshLike, width: int) -> str:
 def _wrapped(line: tuple[str, ...], width: int) -> list[tuple[str, ...]]:
     """A line whose first cell is wrapped at the slashes of the path."""
     first, *others = line
-    pieces = textwrap.wrap(first.replace('/', '/ '), width) or ['']
-    pieces = [piece.replace('/ ', '/') for piece in pieces]
     blank = [''] * len(others)
     return [
-        ((piece if i == 0 else f'  {piece}'), *(others if i == 0 else blank))
-        for i, piece in enumerate(pieces)
+        (piece, *(others if i == 0 else blank)) for i, piece in enumerate(wrap_path(first, width))
     ]
+
+
+def wrap_path(path: str, width: int) -> list[str]:
+    """Wraps a path after its slashes. The second line and the following are indented."""
+    if len(path) <= width:
+        return [path]
+    first, *rest = textwrap.wrap(path.replace('/', '/ '), width - 2)
+    return [line.replace('/ ', '/') for line in (first, *(f'  {piece}' for piece in rest))]

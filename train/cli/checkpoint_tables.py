@@ -6,12 +6,14 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
 from partitioning.amounts import bytes_str
+from partitioning.plan.tables import wrap_path
 from partitioning.untrusted_text import printable
 from train.checkpoints.offline.comparing import ArrayDifference
 from train.checkpoints.offline.converting import Conversion
@@ -53,6 +55,20 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     task = bar.add_task(title, total=total)
     with bar:
         yield lambda count: bar.advance(task, count)
+
+
+class _Name:
+    """The name of an array in a cell, which is wrapped after its slashes."""
+
+    def __init__(self, name: str):
+        self._name = printable(name)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        yield Text('\n'.join(wrap_path(self._name, options.max_width)))
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        parts = self._name.split('/')
+        return Measurement(max(map(len, parts)) + len('  /'), len(self._name))
 
 
 def _table(*columns: str, right: Sequence[str] = ()) -> Table:
@@ -99,7 +115,7 @@ def summary_tables(summary: Summary) -> Group:
     table = _table('name', 'arrays', 'shape', 'dtype', 'size', right=right)
     for group in summary.arrays:
         table.add_row(
-            printable(group.name),
+            _Name(group.name),
             f'{group.count:,}',
             'various' if group.shape is None else 'x'.join(map(str, group.shape)) or 'scalar',
             group.dtype,
@@ -146,7 +162,7 @@ def diff_table(found: Sequence[ArrayDifference], total: int, values: bool) -> Gr
             '' if one.relative is None else f'{one.relative:.3g}',
         ]
         table.add_row(
-            printable(one.name), *arrays[: 1 if same else 2], *(figures if values else ())
+            _Name(one.name), *arrays[: 1 if same else 2], *(figures if values else ())
         )
     return Group(table, '', equal)
 
