@@ -212,7 +212,9 @@ def uneven_constraints(
     """
     for value in values:
         if value.primitive in CONSTRAINTS and value.layout is not None and not value.backward:
-            for d, axes in enumerate(value.layout):
+            for d, stated in enumerate(value.layout):
+                # Inside a shard_map, the shape is one shard's.
+                axes = tuple(axis for axis in stated if axis not in value.manual)
                 shards = math.prod(sizes.get(a, 1) for a in axes)
                 if value.shape[d] % shards:
                     yield value, d, axes, shards

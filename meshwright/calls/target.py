@@ -116,14 +116,19 @@ def target_of_topology(
     except RuntimeError:  # the compiler of the machine is not installed
         described = None
     config = _config(source, name, num_slices, axes)
-    if described is None:
-        back_end: BackEnd = 'cpu'
-        topology = f'{chip.name}:{"x".join(map(str, shape))}'
-        count = math.prod(shape) * chip.devices * num_slices
-        mesh, slices = _stand_in(config, count, num_slices)
-    else:
-        back_end = 'tpu' if chip.platform == 'tpu' else 'gpu'
-        topology, mesh, slices = described.name, config.build(), {}
+    back_end: BackEnd = 'cpu'
+    try:
+        if described is None:
+            topology = f'{chip.name}:{"x".join(map(str, shape))}'
+            count = math.prod(shape) * chip.devices * num_slices
+            mesh, slices = _stand_in(config, count, num_slices)
+        else:
+            back_end = 'tpu' if chip.platform == 'tpu' else 'gpu'
+            topology, mesh, slices = described.name, config.build(), {}
+    except ValueError as error:
+        if axes is not None:
+            raise
+        raise ValueError(f'{name}: {error}; give its mesh as axes={{...}}') from None
     return Target(
         topology=topology,
         num_slices=num_slices,

@@ -77,7 +77,10 @@ def write_golden(file: Path, text: str) -> None:
 
 def write_at_once(file: Path, text: str) -> None:
     """Writes a file and its folder; no other process reads a part of it, and no stop leaves one."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f'{file.parent} is a file, or below one: name another folder') from None
     number, name = tempfile.mkstemp(dir=file.parent, prefix=f'.{file.name}.')
     try:
         os.close(number)

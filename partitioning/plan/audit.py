@@ -232,7 +232,7 @@ def check_fixed_point(state: Any, shardings: Any) -> None:
     """Checks that the arrays of a state are laid out by these shardings; see `Plan.check`.
 
     The tree of the shardings may be a prefix of the state. Static fields, such as the optimizer in
-    Flax's TrainState, may differ. Of trees with different structures, jax raises a ValueError.
+    Flax's TrainState, may differ. Trees with other arrays are a ValueError.
     """
 
     def check(path: Any, expected: Sharding, arrays: Any) -> None:
@@ -259,7 +259,25 @@ def check_fixed_point(state: Any, shardings: Any) -> None:
                 )
 
     adapted = like(shardings, state)
-    jax.tree_util.tree_map_with_path(check, shardings if adapted is None else adapted, state)
+    expected = shardings if adapted is None else adapted
+    try:
+        jax.tree.map(lambda *_: None, expected, state)
+    except ValueError:
+        raise ValueError(_other_arrays(expected, state)) from None
+    jax.tree_util.tree_map_with_path(check, expected, state)
+
+
+def _other_arrays(planned: Any, state: Any) -> str:
+    """Says which arrays a state lacks, and which it has that its plan lacks."""
+    wanted, held = (
+        [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        for tree in (planned, state)
+    )
+    lack, more = sorted({*wanted} - {*held}), sorted({*held} - {*wanted})
+    parts = [f'lacks {len(lack)} of {len(wanted)} arrays, first {lack[0]}'] if lack else []
+    parts += [f'has {more[0]}, which the plan lacks'] if more else []
+    found = ', and '.join(parts) or 'has another structure'
+    return f'the state {found}: pass the state for which the plan was made'
 
 
 def check_bytes(budget: Any) -> None:

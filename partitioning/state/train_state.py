@@ -211,7 +211,9 @@ def _parts(opt_state: Any) -> list[Any]:
 
 def _forms(first: Any, second: Any, keywords: Mapping[str, Any]) -> str:
     """The arguments of a call in words: `a dict of 2 and a GradientTransformationExtraArgs`."""
-    given = [kind_str(x) for x in (first, second) if x is not None]
+    given = [kind_str(first)] if first is not None else []
+    if second is not None or (given and not keywords):
+        given.append(kind_str(second))
     given += [f'{name}=' for name in keywords]
     return ' and '.join(given) or 'no arguments'
 

@@ -352,6 +352,21 @@ def test_lines_of_the_function():
     assert found['changed type'].where == 'w/w'
 
 
+def test_a_constraint_before_a_shard_map_divides_the_whole_array():
+    mesh = mesh_of(data=8)
+    rows = NamedSharding(mesh, P('data'))
+
+    @jax.jit
+    def step(x):
+        x = jax.lax.with_sharding_constraint(2 * x, rows)
+        return jax.shard_map(
+            lambda row: row + 1, mesh=mesh, in_specs=P('data'), out_specs=P('data')
+        )(x)
+
+    x = jax.ShapeDtypeStruct((8, 512), 'float32', sharding=rows)
+    assert not mw.lint(step, x, compile=False)
+
+
 def test_what_a_function_returns_of_its_input_is_no_state():
     mesh = mesh_of(data=8)
     rows, whole = (NamedSharding(mesh, spec) for spec in (P('data'), P()))

@@ -200,7 +200,10 @@ def test_the_table_fits_into_a_terminal(on_cpus, elsewhere):
     [
         ({'topology': 'v9:4x4'}, "unknown topology 'v9:4x4': the known chips are v2, v3"),
         ({'topology': 'v5p-100'}, "'v5p-100' is offered.*'v5p-64'|'v5p-128'"),
-        ({'topology': 'v5e:4x4'}, "devices is 16; the nearest that fits: {'data': 8, 'model': 2}"),
+        (
+            {'topology': 'v5e:4x4'},
+            "devices is 16; the nearest that fits: {'data': 8, 'model': 2}; give .*axes=",
+        ),
         (
             {'topology': 'v5e:4x4', 'axes': {'data': 16}},
             "mesh axis 'model' does not exist; the mesh is data 16",

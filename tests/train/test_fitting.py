@@ -234,7 +234,7 @@ def test_tokens_of_a_batch():
     [
         ('{"model_type": "lama"}', ["'lama'", "Did you mean 'llama'?", 'starcoder2']),
         ('{"model_type": "rwkv"}', ["'rwkv'", 'The known ones are', 'gpt_neox', 'meshwright dry']),
-        ('{"hidden_size": 4096}', ['model_type is None']),
+        ('{"hidden_size": 4096}', ['has no model_type']),
         ('[1, 2]', ['no JSON object']),
         ('{"model_type": ', ['cannot be read']),
         ('[' * 100_000, ['cannot be read']),

@@ -5,15 +5,19 @@ Most tests begin with a copy of one finished run of 6 steps.
 
 import collections
 
+import flax.linen as nn
 import jax
+import numpy as np
 import optax
 import pytest
+from optax.losses import squared_error
 from small import Traced, partitioner, records
 
 from partitioning import Plan
 from partitioning.state import path_str
-from train import Optimizer
+from train import Optimizer, Supervised
 from train.checkpoints import Checkpoints, DamagedCheckpoint, complete_steps
+from train.data import Examples
 
 
 def assert_equal_states(one, two):
@@ -85,6 +89,17 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(run, f
     with pytest.raises(FloatingPointError, match=r'at step \d+; .*checkpoint of step 2:'):
         run(model_dir, optimizer=optimizer)
     assert complete_steps(model_dir / 'checkpoints') == [2]
+
+
+def test_a_step_that_is_not_finite_names_the_data_that_is_not(run, tmp_path):
+    rows = {'x': np.ones((8, 4), np.float32), 'y': np.ones((8, 4), np.float32)}
+    rows['y'][3] = np.nan
+    squares = Supervised(model=nn.Dense(4), inputs='x', targets='y', row_loss=squared_error)
+    fsdp = partitioner(4, 2, logical_axis_rules=None, layout='fsdp')
+    settings = {'objective': squares, 'task': Examples(training=rows), 'evaluators': {}}
+    words = r'at step 1, whose batch has NaN or infinite values in y; .*: mend the data, or'
+    with pytest.raises(FloatingPointError, match=words):
+        run(tmp_path / 'model', partitioner=fsdp, sequence_length=None, **settings)
 
 
 def test_incomplete_checkpoints_are_skipped_and_saved_again(run, finished, tmp_path, capsys):

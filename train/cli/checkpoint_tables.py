@@ -161,9 +161,7 @@ def diff_table(found: Sequence[ArrayDifference], total: int, values: bool) -> Gr
             '' if one.absolute is None else f'{one.absolute:.3g}',
             '' if one.relative is None else f'{one.relative:.3g}',
         ]
-        table.add_row(
-            _Name(one.name), *arrays[: 1 if same else 2], *(figures if values else ())
-        )
+        table.add_row(_Name(one.name), *arrays[: 1 if same else 2], *(figures if values else ()))
     return Group(table, '', equal)
 
 

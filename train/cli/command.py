@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import re
 import sys
 import traceback
@@ -45,10 +46,20 @@ _EXTRAS = {
 _PACKAGES = ('partitioning', 'meshwright', 'train')
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f'{text!r} must be an integer >= 1')
-    return int(text)
+def number(kind: type[float], least: float, most: float = math.inf) -> Callable[[str], float]:
+    """Returns what reads the value of a flag, an int or a float within bounds."""
+    bounds = f'>= {least:g}' if most == math.inf else f'from {least:g} to {most:g}'
+
+    def read(text: str) -> float:
+        try:
+            if least <= (value := kind(text)) <= most:
+                return value
+        except ValueError:
+            pass
+        what = 'an integer' if kind is int else 'a number'
+        raise argparse.ArgumentTypeError(f'{text!r} must be {what} {bounds}')
+
+    return read
 
 
 def _seconds(what: str) -> dict[str, Any]:
@@ -65,7 +76,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     'gin_search_paths': _MANY | {'help': 'folders with gin files, separated by commas'},
     'gin_allow': _MANY | {'help': 'your own packages that gin files may import'},
     'cpu_devices': {
-        'type': _count,
+        'type': number(int, 1),
         'metavar': 'N',
         'help': 'virtual devices if there is only a CPU (8)',
     },
@@ -74,7 +85,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
         'metavar': 'ADDRESS',
         'help': 'host:port of process 0, to join several processes',
     },
-    'process_count': {'type': _count, 'metavar': 'N', 'help': 'their number'},
+    'process_count': {'type': number(int, 1), 'metavar': 'N', 'help': 'their number'},
     'process_index': {'type': int, 'metavar': 'N', 'help': 'the index of this process'},
     'init_seconds': _seconds('all processes may take to start (60)'),
     'heartbeat_seconds': _seconds('a process may give no sign of life (30)'),
@@ -120,6 +131,8 @@ class CommandParser(OneLineParser):
         if unknown and unknown[0].startswith('-'):
             name = unknown[0].split('=')[0]
             hint = self._nearest(name)
+            if not hint and '=' in unknown[0] and _is_macro_flag(unknown[0].lower()):
+                hint = name.lower()
             settings = 'settings are written --gin.NAME=value or --name=value'
             self.error(f'unknown flag {name}: {f"did you mean {hint}?" if hint else settings}')
         elif unknown:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from train.cli.command import gin_settings
-from train.errors import ConfigError, describe_error
+from train.errors import ConfigError, check_counts, describe_error
 from train.gin.checks import check_listed
 from train.gin.parsing import Reference, Statement, follow_macros, read_statements
 from train.machine.host_memory import check_batch_fits
@@ -36,6 +36,7 @@ def check_run(options: argparse.Namespace, files: Sequence[str]) -> None:
     is_alone = not (options.multihost or options.coordinator_address or options.process_count)
     if isinstance(folder, str) and not is_remote(folder) and is_alone:
         _check_free(place, folder)
+    _check_counts(settings)
     if is_alone:
         _check_sizes(settings)
     _check_text_files(settings)
@@ -123,6 +124,17 @@ def _check_writable(place: str, folder: str) -> None:
         ) from error
 
 
+def _check_counts(settings: Settings) -> None:
+    """Checks what would be built with these numbers before the run checks them."""
+    for name, least in (('total_steps', 0), ('batch_size', 1)):
+        place, value = settings.find('TrainConfig', name)
+        if place and not isinstance(value, Reference):
+            try:
+                check_counts(least, **{f'TrainConfig.{name}': value})
+            except ConfigError as error:
+                raise ConfigError(f'{place}: {error}') from error
+
+
 def _check_sizes(settings: Settings) -> None:
     """Checks that this host can hold a batch."""
     place, rows = settings.find('TrainConfig', 'batch_size')
@@ -175,6 +187,11 @@ def _check_text_files(settings: Settings) -> None:
     if len(found) > _MOST_FILES:
         return
     names = [file.name for file in found]
+    if not any(file.size for file in found):
+        raise ConfigError(
+            f'{place}: empty corpus: TextFiles.pattern {pattern!r} matches {len(found)} '
+            f'file{"s" if len(found) > 1 else ""} of 0 bytes: write other files'
+        )
     held_out = _count(names, percent)
     files = f'{len(names)} file{"s" if len(names) > 1 else ""}'
     if held_out == len(names):

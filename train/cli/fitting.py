@@ -148,7 +148,7 @@ def _answer_counted(
         if not console.is_terminal:
             console.width = 160
         for line in describe_counted(model, *sizes):
-            console.print(line, soft_wrap=True)
+            console.print(line)
         console.print()
         console.print(counted_table(found))
     return int(any(fit.verdict == 'no' for fit in found))
@@ -214,7 +214,7 @@ def _show(
     if not console.is_terminal:
         console.width = 160
     for line in describe_model(model, work):
-        console.print(line, soft_wrap=True)
+        console.print(line)
     console.print()
     console.print(fits_table(found, work))
     console.print('\nthe smallest machine of each chip that fits:')

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 from collections.abc import Sequence
 
 from partitioning.spelling import nearest
@@ -35,6 +37,7 @@ def train(arguments: Sequence[str], prog: str) -> int:
     add_runs(parser, '*')
     parser.add_argument(
         '--profile_steps',
+        type=_first_and_last,
         metavar='FIRST,LAST',
         help='write a trace of these steps to MODEL_DIR/profile, for TensorBoard or Perfetto',
     )
@@ -46,6 +49,14 @@ def train(arguments: Sequence[str], prog: str) -> int:
     )
     options = parser.read(arguments)
     return run_command(lambda: _start(options), options)
+
+
+def _first_and_last(text: str) -> str:
+    if not re.fullmatch(r' *\d+ *, *\d+ *', text):
+        raise argparse.ArgumentTypeError(
+            f'{text!r} must be the first and the last step, such as 10,12'
+        )
+    return text
 
 
 def precompile(arguments: Sequence[str], prog: str) -> int:
@@ -124,6 +135,11 @@ def find_gin_file(run: str) -> str:
     if run.endswith('.gin'):
         return run
     if run not in known_runs():
+        if configuration.parent.is_dir():
+            raise ConfigError(
+                f'{run} is a folder without a config.gin, which has the settings of a run: name '
+                f'its gin files, and --gin.MODEL_DIR={shlex.quote(run)}'
+            )
         raise ConfigError(
             f'no run {run!r}.{nearest(run, known_runs())} The runs are {", ".join(known_runs())}; '
             'for others, give a gin file, or the folder of a run with a config.gin'

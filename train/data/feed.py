@@ -191,6 +191,12 @@ class Feed:
             iterator.start_prefetch()
         self._iterators.append(iterator)
 
+    def not_finite(self, step: int) -> list[str]:
+        """The arrays with NaN or infinite values in this process's rows of a step, read again."""
+        row = self._batches[step - self._starts_after]
+        floats = {name: x for name, x in row.items() if np.issubdtype(x.dtype, np.floating)}
+        return [name for name, x in floats.items() if not np.isfinite(x).all()]
+
     def __iter__(self) -> Iterator[Batch]:
         return self
 

@@ -147,7 +147,7 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         intervals = {'dropout_rate': '[0, 1)'}
         intervals |= dict.fromkeys(('max_positions', 'global_every'), '[0, inf)')
-        check_fields(TransformerConfig, self, **intervals)
+        check_fields(TransformerConfig, self, 'TransformerConfig.', **intervals)
         known, biases = get_args(Bias), self.biases
         if not isinstance(biases, list | tuple) or not all(bias in known for bias in biases):
             raise ConfigError(f'biases is {biases!r}: use a tuple of {", ".join(map(repr, known))}')

@@ -114,7 +114,9 @@ def write_fit(model: FoundModel, fit: Fit, lines: Sequence[str], file: str = 'ru
     ]
     comment = [f'# {line}'.rstrip() for line in head]
     of_fit = [*list_includes(fit.candidate), *list_bindings(fit.candidate, fit.sizes)]
-    return '\n'.join([*comment, f'include {PRETRAIN!r}', '', *lines, '', *of_fit, ''])
+    replaced = {line.partition(' = ')[0] for line in of_fit if ' = ' in line}
+    kept = [line for line in lines if line.partition(' = ')[0] not in replaced]
+    return '\n'.join([*comment, f'include {PRETRAIN!r}', '', *kept, '', *of_fit, ''])
 
 
 def _write_decoder(model: Any, sequence_length: int) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rich.console import Group
 from rich.table import Table
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 _COLUMNS = ('step', 'range', 'memory', 'by formulas', 'compiled in')
+_TIMES = ('step, range', 'tokens/s', 'MFU')
 # The most candidates to list that were not compiled.
 _MOST_OTHERS = 5
 _MEANINGS: dict[Status, str] = {
@@ -152,12 +153,14 @@ def counted_answer(fit: CountedFit) -> Answer:
 
 
 def fits_table(fits: Sequence[Fit], work: Workload) -> Table:
-    """Returns a table with a row for each machine."""
-    table = Table(box=None, pad_edge=False, header_style='bold')
-    for name in ('machine', 'devices', 'fits', 'GiB', 'limit', 'layout'):
-        table.add_column(name, justify='right' if name in ('devices', 'GiB', 'limit') else 'left')
-    for name in ('step', 'range', 'tokens/s', 'MFU'):
-        table.add_column(name, justify='right')
+    """Returns a table with a row for each machine. Only layouts and ranges are wrapped."""
+    table = Table(box=None, pad_edge=False, collapse_padding=True, header_style='bold')
+    for name in ('machine', 'devices', 'fits', 'GiB', 'limit', 'layout', *_TIMES):
+        left = name in ('machine', 'fits', 'layout')
+        wraps = name in ('layout', 'step, range')
+        least = len('microbatches') if name == 'layout' else None
+        justify: Literal['left', 'right'] = 'left' if left else 'right'
+        table.add_column(name, justify=justify, no_wrap=not wraps, min_width=least)
     for fit in fits:
         table.add_row(*_cells(fit, work), style=None if fit.fits else 'red')
     return table
@@ -166,18 +169,17 @@ def fits_table(fits: Sequence[Fit], work: Workload) -> Table:
 def _cells(fit: Fit, work: Workload) -> list[str]:
     start = [str(fit.machine), f'{fit.machine.num_devices:,}']
     if fit.forecast is None:
-        return [*start, 'no', '', '', fit.problem, '', '', '', '']
+        return [*start, 'no', '', '', fit.problem, *[''] * len(_TIMES)]
     memory, time = fit.forecast.memory, fit.forecast.time
     limit = '?' if memory.limit is None else f'{memory.limit / GIB:.2f}'
     verdict = 'close' if fit.forecast.is_close else 'yes' if fit.fits else 'no'
     shown = [*start, verdict, f'{memory.peak / GIB:.2f}', limit]
     shown.append(str(fit.candidate))
     if time is None or not fit.fits:
-        return [*shown, '', '', '', '']
+        return [*shown, *[''] * len(_TIMES)]
     return [
         *shown,
-        seconds_str(time.seconds),
-        f'{seconds_str(time.low)} to {seconds_str(time.high)}',
+        f'{seconds_str(time.seconds)}, {seconds_str(time.low)} to {seconds_str(time.high)}',
         f'{work.batch_tokens / time.seconds:,.0f}',
         share_str(fit.forecast.mfu or 0.0),
     ]

@@ -72,7 +72,9 @@ def evaluate_at_start(
         scores = {**start.scores, **run_evaluators(interrupted, state, step)}
         writers.forget(step, interrupted)
     elif step >= config.total_steps > 0:
-        run.console.say(f'already at step {step}; raise total_steps to continue')
+        run.console.say(
+            f'already at step {step}; raise total_steps, or TRAIN_STEPS of a gin file, to continue'
+        )
         run_evaluators(evaluators, state, step)
     elif config.evaluate_first or not config.total_steps:
         scores = run_evaluators(evaluators, state, step)
@@ -186,7 +188,7 @@ def report_results(run: Run, saved: Checkpoints, writers: Writers) -> None:
     console, directory, objective = run.console, run.directory, run.config.objective
     console.files(
         {
-            'checkpoints': saved.directory,
+            'checkpoints': directory / 'checkpoints',
             **{f'metrics ({name})': path for name, path in writers.paths.items()},
             'layout of every array': file_of_run(directory, 'model-info.txt'),
             'layout as a plan': directory / 'plan.json',

@@ -155,16 +155,22 @@ def _zero_if_finite(tree: Any) -> jax.Array:
 
 
 class NotFinite(NamedTuple):
-    """A step after which something is not finite, and the parts that are not, as 'the loss'."""
+    """A step after which something is not finite.
+
+    `parts` are the parts that are not, as 'the loss', and `inputs` the arrays of its batch that are
+    not.
+    """
 
     step: int
     parts: tuple[str, ...]
+    inputs: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         *others, last = self.parts
         verb = 'is' if not others and last in ('the loss', 'the optimizer state') else 'are'
         listed = f'{", ".join(others)} and {last}' if others else last
-        return f'{listed} {verb} not finite at step {self.step}'
+        given = f', whose batch has NaN or infinite values in {", ".join(self.inputs)}'
+        return f'{listed} {verb} not finite at step {self.step}' + (given if self.inputs else '')
 
 
 class Found(NamedTuple):
@@ -253,7 +259,7 @@ class Health:
         kept = 'no checkpoint is saved yet'
         if newest is not None:
             kept = f'the same command resumes from the checkpoint of step {newest}'
-        tries = 'lower the learning rate or clip_norm'
+        tries = 'mend the data' if bad.inputs else 'lower the learning rate or clip_norm'
         if self._policy == 'stop':
             tries += ", or set TrainConfig.not_finite to 'skip' or 'roll_back'"
         if bad.step == self._first_step + 1 > 1:

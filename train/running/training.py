@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -253,6 +254,8 @@ class Loop:
     def _go_back(self, bad: NotFinite) -> TrainState:
         """Restores a checkpoint, as the state after the newest step that must not be kept."""
         newest = find_newest(self.saved)
+        with contextlib.suppress(Exception):  # what cannot be read again is not named
+            bad = bad._replace(inputs=tuple(self.feed.not_finite(bad.step - 1)))
         self.run.console.say(self._health.go_back(bad, newest, self._last_step))
         self.step = bad.step
         state, restored_step = roll_back(self.run, self.saved, newest, self.step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -99,5 +100,7 @@ def read_config_file(file: epath.Path) -> ConfigJson:
             raise ValueError('it contains no JSON object')
     except (ValueError, OSError) as error:
         reason = getattr(error, 'strerror', None) or first_line(error)
+        if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+            reason = f'it is not JSON ({reason}); write the path of a config.json, or of its folder'
         raise ConfigError(f'{file} cannot be read: {reason}') from error
     return ConfigJson(values, str(file))

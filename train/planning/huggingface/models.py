@@ -214,6 +214,8 @@ def _find_kind(config: ConfigJson) -> str:
     names = [kind, kind.removesuffix('_text')] if isinstance(kind, str) else []
     if found := next((name for name in names if name in ARCHITECTURES or name in SIMILAR), None):
         return found
+    if kind is None:
+        raise ConfigError(f'{config.where} has no model_type: a config.json of a model has one')
     known = sorted({*ARCHITECTURES, *SIMILAR, *COUNTED})
     raise ConfigError(
         f'{config.where}: model_type is {kind!r}, which is not known.{nearest(str(kind), known)} '
