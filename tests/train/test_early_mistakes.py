@@ -68,7 +68,10 @@ def test_a_large_corpus_is_not_listed(corpus):
     ('arguments', 'words'),
     [
         (['--gin.TEXT=texts/*.txt'], r"--gin.TEXT='texts/\*.txt': .*no file matches"),
-        (['--gin.TRAIN_STEPS=-5'], '^--gin.TRAIN_STEPS=-5: TrainConfig.total_steps is -5: .*>= 0'),
+        (
+            ['--gin.TEXT=texts/*', '--gin.TRAIN_STEPS=-5'],
+            '^--gin.TRAIN_STEPS=-5: TrainConfig.total_steps is -5: .*>= 0',
+        ),
         (['--gin.TEXT=empty/*'], 'empty corpus: .* matches 1 file of 0 bytes'),
         (['--gin.TEXT=texts'], 'it matches a directory; write texts/'),
         (['--gin.TEXT=[1]'], r'--gin.TEXT=\[1\]: TextFiles: pattern is'),

@@ -74,11 +74,17 @@ def _programs(radar: Radar) -> Iterator[str]:
     yield f'| program | machine | {" | ".join(map(plain_cell, names))} |'
     yield '|---' * (2 + len(names)) + '|'
     cells = [{p.name: letters_of(p) for p in step.programs} for step in radar.steps]
+    same = []
     for program in radar.programs:
-        held = [program.name, program.machine, *(column[program.name] for column in cells)]
-        yield f'| {" | ".join(map(plain_cell, held))} |'
+        letters = [column[program.name] for column in cells]
+        if {*letters} == {'.'}:
+            same.append(program.name)
+            continue
+        yield f'| {" | ".join(map(plain_cell, [program.name, program.machine, *letters]))} |'
     yield ''
     yield f'{LEGEND}.'
+    if same:
+        yield f'\nThe same with all releases: {", ".join(map(plain_cell, same))}.'
 
 
 def _step(step: Step, notes: Sequence[Note]) -> Iterator[str]:
@@ -90,9 +96,12 @@ def _step(step: Step, notes: Sequence[Note]) -> Iterator[str]:
     if broken:
         yield '| no longer works | why |'
         yield '|---|---|'
+        by_error = dict[str, list[str]]()
         for program in broken:
             why = [plain_cell(program.error), *map(_linked, notes_of_error(step, program, notes))]
-            yield f'| {plain_cell(program.name)} | {"<br>".join(why)} |'
+            by_error.setdefault('<br>'.join(why), []).append(plain_cell(program.name))
+        for text, names in by_error.items():
+            yield f'| {", ".join(names)} | {text} |'
         yield ''
     if found:
         yield '| program | what | before | after | by | line and reason |'
