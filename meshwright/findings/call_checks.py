@@ -34,7 +34,9 @@ def find_changed_layouts(facts: ProgramFacts) -> Iterator[Finding]:
             found[f'laid out by {sharding_str(before)}', sharding_str(after)].append(i)
     for (before, after), group in found.items():
         more = f'with {len(group) - 1} more, ' if len(group) > 1 else ''
+        held = _held_twice(facts, group)
         if before == 'not laid out':
+            held = ''  # the compiler chooses a layout for it, such as the one of the result
             what = (
                 'put it on the mesh before the first call: jax.device_put(x, NamedSharding(mesh, '
                 f'{after.partition(" over ")[0]}))'
@@ -46,7 +48,7 @@ def find_changed_layouts(facts: ProgramFacts) -> Iterator[Finding]:
             'changed layout',
             facts.path(group[0]),
             f'{more}it is {before} when the function is called, and laid out by {after} in its '
-            f'result, so the next call compiles again{_held_twice(facts, group)}; {what}',
+            f'result, so the next call compiles again{held}; {what}',
         )
 
 

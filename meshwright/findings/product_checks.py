@@ -12,7 +12,7 @@ from meshwright.findings.forward_layouts import DENSE_PRODUCTS
 from meshwright.findings.program_facts import ProgramFacts, axes_lost, free_dimension
 from meshwright.findings.wording import axes_str, type_str
 from meshwright.jaxpr.factor_rules import find_factors
-from meshwright.jaxpr.primitives import MOVES
+from meshwright.jaxpr.primitives import CONSTRAINTS, MOVES
 from meshwright.jaxpr.values import Step, Value
 from partitioning.amounts import bytes_str, bytes_strs
 from partitioning.plan.findings import Finding
@@ -179,7 +179,8 @@ def _describe_cut(facts: ProgramFacts, axis: str, group: Sequence[tuple[Step, in
 def find_indivisible_constraints(facts: ProgramFacts) -> Iterator[Finding]:
     """Constraints on dimensions that the devices along their axes do not divide."""
     seen = set[tuple[str, int]]()
-    made = (value for step in facts.steps for value in step.outputs)
+    own = (step for step in facts.steps if step.name in CONSTRAINTS and not step.is_border)
+    made = (value for step in own for value in step.outputs)
     for value, d, axes, shards in uneven_constraints(made, facts.sizes):
         assert value.maker is not None
         n, key = value.shape[d], (value.maker.line, d)

@@ -306,7 +306,9 @@ def test_a_state_that_compiles_again_is_what_jax_compiles_again(name):
     assert {*found} <= {'changed layout', 'weak type'}
 
 
-def test_a_donated_cache_that_comes_back_sharded_is_in_memory_twice():
+@pytest.mark.parametrize('is_laid_out', [True, False])
+def test_a_donated_cache_that_comes_back_sharded_is_in_memory_twice(is_laid_out):
+    """Without a layout, the compiler chooses the layout of the result for it."""
     mesh = mesh_of(data=8)
     rows, whole = NamedSharding(mesh, P('data')), NamedSharding(mesh, P())
 
@@ -315,14 +317,29 @@ def test_a_donated_cache_that_comes_back_sharded_is_in_memory_twice():
         k = jax.lax.dynamic_update_slice(cache['k'], (x @ w)[:, None], (0, 0, 0))
         return {'k': jax.lax.with_sharding_constraint(k, rows)}, x.sum()
 
-    w, k, x = ((256, 256), whole), ((8, 64, 256), whole), ((8, 256), rows)
-    w, k, x = (jax.ShapeDtypeStruct(shape, 'float32', sharding=s) for shape, s in (w, k, x))
+    w, x, k = ((256, 256), whole), ((8, 256), rows), ((8, 64, 256), whole)
+    w, x, k = (jax.ShapeDtypeStruct(shape, 'float32', sharding=s) for shape, s in (w, x, k))
+    k = k if is_laid_out else jnp.zeros(k.shape)
     (found,) = mw.lint(prefill, w, {'k': k}, x)
     assert (found.kind, found.where) == ('changed layout', 'cache/k')
     # 8 * 64 * 256 * 4 bytes, and an eighth of them
-    assert 'each device holds 524.3 kB and then 65.5 kB: the memory of donated' in found.message
+    held = 'each device holds 524.3 kB and then 65.5 kB: the memory of donated'
+    assert (held in found.message) == is_laid_out
     compiled = prefill.lower(w, {'k': k}, x).compile()
-    assert not compiled.memory_analysis().alias_size_in_bytes
+    assert bool(compiled.memory_analysis().alias_size_in_bytes) != is_laid_out
+
+
+def test_a_constraint_before_a_shard_map_is_of_the_whole_array():
+    """Each device has 2 of 8 columns, which 4 devices do not divide once more."""
+    mesh, spec = mesh_of(data=2, model=4), P('data', 'model')
+
+    @jax.jit
+    def step(x):
+        y = jax.lax.with_sharding_constraint(x * 2, NamedSharding(mesh, spec))
+        return jax.shard_map(jnp.tanh, mesh=mesh, in_specs=spec, out_specs=spec)(y)
+
+    x = jax.ShapeDtypeStruct((4, 8), 'float32', sharding=NamedSharding(mesh, P('data')))
+    assert not mw.lint(step, x, compile=False)
 
 
 def test_lines_of_the_function():
