@@ -10,6 +10,7 @@ from train.checkpoints.folder import Checkpoints as Checkpoints, FailedSave as F
 from train.checkpoints.opening import (
     find_checkpoint as find_checkpoint,
     open_checkpoints as open_checkpoints,
+    open_local as open_local,
     open_restored as open_restored,
 )
 from train.checkpoints.steps.finding import complete_steps as complete_steps

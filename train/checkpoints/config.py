@@ -10,12 +10,14 @@ from typing import ClassVar, Literal, get_args
 from etils import epath
 
 from train.errors import ConfigError, FailurePolicy, check_counts
+from train.paths import as_path, is_remote
 
 RestoreMode = Literal['latest', 'specific']
 Renames = Sequence[tuple[str, str | None]]
 WhenBusy = Literal['later', 'skip', 'wait']
 Mode = Literal['min', 'max']
 AVERAGES = 'ema/'  # the beginning of the names of the averages of the parameters
+_LOCAL = 'CheckpointConfig.local_dir'
 DTYPES = (None, 'float32', 'bfloat16', 'float16')
 
 
@@ -43,6 +45,11 @@ class CheckpointConfig:
       when_busy: what happens if a checkpoint is due while an earlier one is being written: 'later'
         saves at the first step after it is written, 'skip' does not save, 'wait' waits. The end of
         the run and the steps that `steps` names always wait.
+      local_dir: a folder on a disk of each host, or in its memory, such as '/dev/shm/meshwright',
+        for local checkpoints, from which a run resumes after the loss of a process or a host. Each
+        process keeps its part of the state there, and a process of another host keeps a copy.
+      local_every: the number of steps between two local checkpoints. The newest two are kept, until
+        the run is done.
       on_failure: what happens if a checkpoint cannot be saved, for example because the disk is
         full. 'stop' ends the run with an error, within a step. 'continue' says so, and tries again
         when the next checkpoint is due. If the last one of a run fails, the run always ends with an
@@ -61,9 +68,21 @@ class CheckpointConfig:
     asynchronous: bool = True
     when_busy: WhenBusy = 'later'
     on_failure: FailurePolicy = 'stop'
+    local_dir: str | None = None
+    local_every: int = 0
 
     def __post_init__(self) -> None:
-        check_counts(minimum=0, period=self.period)
+        check_counts(minimum=0, period=self.period, local_every=self.local_every)
+        if (self.local_dir is None) != (self.local_every == 0):
+            raise ConfigError(
+                f'{_LOCAL} is {self.local_dir!r} and local_every is {self.local_every}: set both, '
+                "such as local_dir = '/dev/shm/meshwright' and local_every = 50, or none"
+            )
+        if self.local_dir is not None and is_remote(as_path(_LOCAL, self.local_dir)):
+            raise ConfigError(
+                f'{_LOCAL} {self.local_dir} is in a store: use a folder on a disk of each host, or '
+                'in its memory (/dev/shm)'
+            )
         if isinstance(self.steps, str) or not isinstance(self.steps, Sequence):
             raise ConfigError(f'CheckpointConfig.steps is {self.steps!r}: it must be a list')
         check_counts(**{f'steps[{i}]': step for i, step in enumerate(self.steps)})

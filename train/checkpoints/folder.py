@@ -36,6 +36,7 @@ from train.processes.together import (
 )
 
 if TYPE_CHECKING:
+    from train.checkpoints.local.tier import LocalTier
     from train.checkpoints.orbax.writer import StepWriter
 
 
@@ -52,6 +53,7 @@ class Checkpoints(CheckpointReader):
 
     Attributes:
       texts: the text files that are saved with each checkpoint, by name. They describe the run.
+      local: the local checkpoints of the same run, if it has any.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Checkpoints(CheckpointReader):
     ):
         self.directory = absolute(epath.Path(directory))
         self.texts: Mapping[str, str] = {}
+        self.local: LocalTier | None = None
         self._restore = restore
         self._config = config
         self.casts = self.casts or config.dtype is not None
@@ -193,6 +196,8 @@ class Checkpoints(CheckpointReader):
         Raises a FailedSave if a save has failed and `failure` has not returned it.
         """
         self.wait()
+        if self.local is not None:
+            self.local.close()
         if self._writer is not None:
             self._writer.close()
             self._writer = None

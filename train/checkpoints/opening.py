@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from etils import epath
@@ -23,6 +24,9 @@ from train.checkpoints.steps.finding import complete_steps, examine, find_steps,
 from train.checkpoints.steps.manifest import DamagedCheckpoint
 from train.errors import ConfigError
 from train.paths import as_path
+
+if TYPE_CHECKING:
+    from train.checkpoints.local.tier import LocalTier
 
 # The arrays of a state that are not taken, if a folder has them.
 OTHERS = ('step', 'opt_state', AVERAGES)
@@ -98,6 +102,17 @@ def open_checkpoints(config: CheckpointConfig, model_dir: epath.Path) -> Checkpo
             'file of T5X (train.t5x)'
         )
     return Checkpoints(model_dir / 'checkpoints', config)
+
+
+def open_local(
+    config: CheckpointConfig, model_dir: epath.Path, say: Callable[[str], None]
+) -> LocalTier | None:
+    """Opens the local checkpoints of a run, if the settings ask for any; see `LocalTier`."""
+    if config.local_dir is None:
+        return None
+    from train.checkpoints.local.tier import LocalTier  # Most runs have none.
+
+    return LocalTier(config, model_dir, say)
 
 
 @functools.singledispatch

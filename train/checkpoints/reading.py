@@ -69,6 +69,11 @@ class CheckpointReader(abc.ABC):
         """Changes the stored array for the wanted array of a name."""
         return array
 
+    @property
+    def is_of_run(self) -> bool:
+        """Whether the run itself has saved them, and no other run or program."""
+        return self._restore is None
+
     def restarts_data(self, step: int) -> bool:
         """Whether a run that starts from this step begins with the first row of its data."""
         return self._settings.restart_data

@@ -9,6 +9,7 @@ stay: they are the channel of `hub.py` and `member.py`.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import importlib.metadata
 import ipaddress
 import itertools
@@ -41,6 +42,7 @@ _SECONDS_BETWEEN_TRIES = 0.2
 # the others wait for it, so that its message arrives.
 _SECONDS_FOR_THE_MESSAGE = 5.0
 _members: list[Member] = []
+_secrets: list[bytes] = []  # the secret of the run that this process has joined
 
 
 def connected_member() -> Member:
@@ -56,6 +58,11 @@ def connected_member() -> Member:
 def current_member() -> Member | None:
     """This process as a member of its run, or None if it is alone or has not joined."""
     return _members[0] if _members else None
+
+
+def secret_for(purpose: bytes) -> bytes:
+    """A secret that the processes of the run share for other connections than the channel's."""
+    return hmac.digest(_secrets[0], purpose, 'sha256')
 
 
 def tick() -> None:
@@ -126,14 +133,15 @@ def _listen_at(ports: Sequence[int], interface: str) -> Iterator[socket.socket]:
     problems = []
     for port in ports:
         try:
-            yield _listen(port, interface)
+            yield listen(port, interface)
         except ConfigError as error:
             problems.append(error)
     if len(problems) == len(ports):
         raise problems[0]
 
 
-def _listen(port: int, interface: str = '') -> socket.socket:
+def listen(port: int, interface: str = '') -> socket.socket:
+    """Listens at a port of an interface, by default of all. Raises a ConfigError if it is taken."""
     dual = not interface and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual or ':' in interface else socket.AF_INET
     settings: dict[str, Any] = {'family': family, 'backlog': socket.SOMAXCONN}
@@ -189,7 +197,7 @@ def _gather_all(door: Door, own: Message, limits: Limits) -> tuple[Member, int]:
     ours, theirs = (Connection(one) for one in socket.socketpair())
     hosts = {i: str(hello['host']) for i, hello in hellos.items()}
     Hub({0: theirs, **connections}, hosts, limits).start()
-    return _start_member(Member(ours, 0, count, limits)), ports[0]
+    return _start_member(Member(ours, 0, count, limits), door.secret), ports[0]
 
 
 def _strangers(door: Door) -> str:
@@ -281,7 +289,7 @@ def _connect(
         note_raised_everywhere(refusal)
         raise refusal
     one = Member(connection, int(hello['index']), int(hello['count']), limits)
-    return _start_member(one), int(answer['port'])
+    return _start_member(one, secret), int(answer['port'])
 
 
 def _introduce(
@@ -321,9 +329,9 @@ def _is_open(host: str, port: int) -> bool:
     return False
 
 
-def _start_member(one: Member) -> Member:
+def _start_member(one: Member, secret: bytes) -> Member:
     one.start()
-    _members[:] = [one]
+    _members[:], _secrets[:] = [one], [secret]
     return one
 
 
@@ -340,7 +348,7 @@ def _open_over_jax(limits: Limits) -> None:
 
     count, index = jax.process_count(), jax.process_index()
     hello = _hello(index, count)
-    listener = _listen(0) if index == 0 else None
+    listener = listen(0) if index == 0 else None
     port = 0 if listener is None else listener.getsockname()[1]
     text = f'{random_secret()} {socket.gethostname()}:{port}'.encode()[:256]
     padded = np.zeros(256, np.uint8)

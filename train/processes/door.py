@@ -64,7 +64,7 @@ class Door:
         secret: bytes,
         seconds: float = SECONDS_TO_JOIN,
     ):
-        self._listeners, self._secret, self._seconds = listeners, secret, seconds
+        self._listeners, self.secret, self._seconds = listeners, secret, seconds
         self._guests: dict[socket.socket, _Guest] = {}
         self._selector = selectors.DefaultSelector()
         for one in listeners:
@@ -145,7 +145,7 @@ class Door:
 
     def _examine(self, guest: _Guest, theirs: bytes) -> tuple[Connection, Message] | None:
         """Lets a guest in whose first message is a hello with the right seal."""
-        of_guest, of_host = make_seals(self._secret, theirs, guest.nonce)
+        of_guest, of_host = make_seals(self.secret, theirs, guest.nonce)
         sealed, _, rest = guest.unread.partition(b'\n')
         line = of_guest.verify(sealed)
         if line is None:

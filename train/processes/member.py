@@ -54,6 +54,10 @@ class Member:
         threading.Thread(target=self._listen, name='member', daemon=True).start()
         threading.Thread(target=self._beat, name='beat', daemon=True).start()
 
+    def addresses(self) -> tuple[str, str]:
+        """The addresses of this process and of process 0 on the channel; empty in process 0."""
+        return self._connection.addresses() or ('', '')
+
     # ---- the calls of the run, in its main thread
 
     def begin(self, activity: Activity, folder: Any) -> None:

@@ -190,15 +190,16 @@ def check_shared_folder(setting: str, folder: epath.Path) -> None:
     connected_member().gather(title, None)
 
 
+def gather(title: str, value: Any) -> list[Any]:
+    """Returns the values of all processes, JSON values. `title` is for messages."""
+    return [value] if jax.process_count() == 1 else connected_member().gather(title, value)
+
+
 def agree_on(value: Any) -> Any:
     """Returns the value of process 0, a JSON value."""
-    if jax.process_count() == 1:
-        return value
-    return connected_member().gather('a decision of process 0', value)[0]
+    return gather('a decision of process 0', value)[0]
 
 
 def any_process(condition: bool) -> bool:
     """Whether a condition holds on any process."""
-    if jax.process_count() == 1:
-        return condition
-    return any(connected_member().gather('a decision of all processes', bool(condition)))
+    return any(gather('a decision of all processes', bool(condition)))

@@ -7,6 +7,8 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from partitioning import TrainState
 from train.checkpoints import Checkpoints
 from train.decoding.starting import CanDecode
@@ -28,6 +30,7 @@ class Due(NamedTuple):
 
     Attributes:
       reading: whether the host waits for the training metrics and reads them.
+      local: whether the state is saved on the hosts.
       stopping: whether a signal ends the run after this step. This saves the state as well, but
         writes no more metrics, so a resumed run has the same metrics as a run without signals.
     """
@@ -38,6 +41,7 @@ class Due(NamedTuple):
     writing: bool
     reading: bool
     stopping: bool
+    local: bool = False
 
 
 def find_due(run: Run, evaluators: Mapping[str, Any], saved: Checkpoints, step: int) -> Due:
@@ -50,7 +54,8 @@ def find_due(run: Run, evaluators: Mapping[str, Any], saved: Checkpoints, step: 
     writing = bool(due) or last or checkpoints.plans(step) or step % run.config.log_every == 0
     saving = saved.is_due(step, ending=last)
     saving = saving or (stopping and not last and checkpoints.saves_anything)
-    return Due(due, others, saving, writing, writing or saving, stopping)
+    local = saved.local is not None and saved.local.is_due(step)
+    return Due(due, others, saving, writing, writing or saving or local, stopping, local)
 
 
 def evaluate_at_start(
@@ -102,6 +107,8 @@ def completing(saved: Checkpoints, say: Callable[[str], None]) -> Iterator[None]
     saved.wait()
     if failure := saved.failure():
         raise _ended_by(failure, saved, 'after its last step') from failure
+    if saved.local is not None:
+        saved.local.finish(max(saved.steps(), default=None) if jax.process_index() == 0 else None)
     saved.close()
 
 

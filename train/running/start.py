@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -24,6 +24,9 @@ from train.processes.together import check_same_step
 from train.reporting.reports import describe_variables
 from train.running.changes import describe_changes, read_settings, settings_of, write_settings
 from train.running.run import Run, initialize_some
+
+if TYPE_CHECKING:
+    from train.checkpoints.local.reading import LocalSteps
 
 
 class Start(NamedTuple):
@@ -54,8 +57,11 @@ def find_start(run: Run, saved: Checkpoints) -> Start:
     """
     config, changes = run.config, list[str]()
     source: CheckpointReader = saved
+    local = None if saved.local is None else saved.local.steps.newest_step(run.console.say)
     with run.console.phase('looking for checkpoints'):
-        step, restored = 0, saved.newest_step(run.console.say)
+        step, restored = 0, _newest_saved(run, saved, local)
+        if saved.local is not None and local is not None and restored == local:
+            source = saved.local.steps
         if restored is not None:
             step = restored
             changes = record.check_same_as_before(run.directory, run.record, step)
@@ -78,6 +84,23 @@ def find_start(run: Run, saved: Checkpoints) -> Start:
     for change in changes:
         run.console.say(change)
     return start
+
+
+def _newest_saved(
+    run: Run, saved: Checkpoints, local: int | None, below: int | None = None
+) -> int | None:
+    """The newest step of MODEL_DIR or of the local checkpoints, which win if both have it.
+
+    `local` is the newest local step. Raises a ConfigError if no good step is left anywhere.
+    """
+    try:
+        found = saved.newest_step(run.console.say, below)
+    except ConfigError as error:
+        if local is None:
+            raise
+        run.console.say(f'{error}: step {local} of the local checkpoints is used')
+        return local
+    return max((step for step in (found, local) if step is not None), default=None)
 
 
 def _compare_with_run(run: Run, saved: Checkpoints, start: Start) -> Start:
@@ -104,9 +127,9 @@ def _start_from(
     data_after = 0
     if restored is not None and source.restarts_data(restored):
         data_after = step
-    elif source is saved:
+    elif source.is_of_run:
         data_after = record.recorded_start(run.directory) if restored is not None else 0
-    about = saved.record(restored) if source is saved and restored is not None else None
+    about = saved.record(restored) if source.is_of_run and restored is not None else None
     if about is None or not about.pending:
         return Start(step, source, restored, data_after=data_after)
     scores = {name: x for name, x in about.scores.items() if not name.startswith('train/')}
@@ -136,16 +159,32 @@ def _older_start(run: Run, saved: Checkpoints, start: Start, damage: DamagedChec
 
     Raises a DamagedCheckpoint if there is none, or if the settings name the damaged one.
     """
-    source, restore, is_own = start.source, run.config.restore, start.source is saved
+    source, restore, is_own = start.source, run.config.restore, start.source.is_of_run
     if not is_own and (restore is None or restore.is_one):
         raise damage
     run.console.say(f'{damage}: it is kept, and an older one is looked for')
-    older = source.newest_step(run.console.say, below=start.restored)
+    if saved.local is not None and is_own:
+        source, older = _older_of_run(run, saved, saved.local.steps, start)
+    else:
+        older = source.newest_step(run.console.say, below=start.restored)
     check_same_step(older or 0)
     if older is None:
         raise damage
     step = older if is_own else source.first_step(older)
     return _start_from(run, saved, source, step, older)
+
+
+def _older_of_run(
+    run: Run, saved: Checkpoints, steps: LocalSteps, start: Start
+) -> tuple[CheckpointReader, int | None]:
+    """The next older step of MODEL_DIR or of the local checkpoints, and which of them has it."""
+    assert start.restored is not None
+    if start.source is saved:
+        local, below = steps.chosen_step, start.restored
+    else:  # MODEL_DIR may have the same step.
+        local, below = steps.newest_step(run.console.say, start.restored), start.restored + 1
+    older = _newest_saved(run, saved, local, below)
+    return (steps if older is not None and older == local else saved), older
 
 
 def roll_back(

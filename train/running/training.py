@@ -13,7 +13,7 @@ from typing import Any, cast
 import jax
 
 from partitioning import TrainState
-from train.checkpoints import Checkpoints, open_checkpoints
+from train.checkpoints import Checkpoints, open_checkpoints, open_local
 from train.config import TrainConfig
 from train.data import Feed
 from train.evaluators.evaluator import prepare_evaluators
@@ -108,6 +108,7 @@ def _train(
     if expect_plan is not None:
         check_plan(prepared.plan, expect_plan)
     saved = open_checkpoints(config.checkpoints, prepared.directory)
+    saved.local = open_local(config.checkpoints, prepared.directory, console.say)
     start = find_start(prepared, saved)
     run = prepared.from_step(start.step)
     report_run(run)
@@ -123,12 +124,14 @@ def _train(
     # ---- state: restored, or created on its devices
     if held is not None:
         held.check()
-    resumes = start.source is saved and start.restored is not None
+    resumes = start.source.is_of_run and start.restored is not None
     saved.texts = write_run_files(run, start.data_after, resumes=resumes)
     saved.check_writable()
+    if saved.local is not None:
+        saved.local.begin(start.step, is_local=start.source is saved.local.steps)
     if programs.init is None:
         state = cast(TrainState, restored)
-        verb = 'resumed' if start.source is saved else 'restored'
+        verb = 'resumed' if resumes else 'restored'
         console.say(f'{verb} from {start.source.origin(start.restored or 0)}', style='bold')
     else:
         state = programs.init(run.key)
@@ -285,6 +288,8 @@ class Loop:
     ) -> tuple[bool, tuple[str, ...]]:
         """Returns whether it has saved the state, and which evaluators a signal has interrupted."""
         step, saved = self.step, self.saved
+        if due.local and saved.local is not None:
+            saved.local.save(step, state)
         evaluated = self.run.to_evaluate(state)
         scores, pending = evaluate_until_signal(due.evaluators, evaluated, step, self.writers)
         if not pending:

@@ -89,7 +89,7 @@ def find_shares(array: StoredArray, struct: jax.ShapeDtypeStruct, number: int) -
     to. By the `number` of the array, single pieces of successive arrays have different readers.
     """
     shares = []
-    for bounds, holders in _holders(struct.sharding, struct.shape):
+    for bounds, holders in holders_of(struct.sharding, struct.shape):
         pieces = [Piece(one, holders) for one in split(bounds, array.chunk, array.dtype.itemsize)]
         if len(holders) > 1 and exchanges(struct, bounds):
             turns = itertools.cycle((holder,) for holder in holders)
@@ -115,10 +115,10 @@ def exchanges(struct: jax.ShapeDtypeStruct, shard: Bounds) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _holders(
+def holders_of(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...]
 ) -> Sequence[tuple[Bounds, tuple[int, ...]]]:
-    """The shards of an array, each with the processes whose devices hold it."""
+    """The shards of an array, each with the processes whose devices hold it, in ascending order."""
     holders = dict[Bounds, set[int]]()
     index_map: Mapping[Any, Any] = sharding.devices_indices_map(shape)
     for device, index in index_map.items():

@@ -47,7 +47,7 @@ class DamagedCheckpoint(ConfigError):
     """A saved step whose files differ from its manifest."""
 
 
-def damaged(folder: epath.Path, what: str) -> DamagedCheckpoint:
+def damaged(folder: Any, what: str) -> DamagedCheckpoint:
     """The error for a step, with what is wrong with it."""
     return DamagedCheckpoint(f'checkpoint {folder} is damaged: {what}')
 
@@ -60,6 +60,11 @@ class FileRecord(NamedTuple):
 
     size: int
     checksum: str
+
+    @classmethod
+    def of(cls, content: Any) -> FileRecord:
+        """The record of a file with this content, bytes or an array of them."""
+        return cls(memoryview(content).nbytes, xxhash.xxh3_128_hexdigest(content))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,6 +118,14 @@ def read_manifest(folder: epath.Path) -> Manifest | None:
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise damaged(folder, f'{FILE} cannot be read ({first_line(error)})') from error
+    return parse_manifest(text, folder)
+
+
+def parse_manifest(text: str, folder: Any) -> Manifest:
+    """Reads the text of a manifest. `folder` says in messages where it is from.
+
+    Raises a DamagedCheckpoint and a ConfigError as `read_manifest`.
+    """
     try:
         data = parse_json(text)
         del data['checksum']
@@ -126,7 +139,7 @@ def read_manifest(folder: epath.Path) -> Manifest | None:
         what = f'{FILE} does not have the content that was written'
         raise damaged(folder, what) from error
     raise ConfigError(
-        f'{folder / FILE} has the format {format}, but this version of meshwright reads the format '
+        f'{folder}/{FILE} has the format {format}, but this version of meshwright reads the format '
         f'{FORMAT}: use a newer version'
     )
 
