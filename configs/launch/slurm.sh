@@ -5,6 +5,9 @@
 #   sbatch --nodes=4 --time=24:00:00 slurm.sh pretrain configs/models/8b.gin \
 #     --gin.TEXT='/shared/corpus/*.zst' --gin.MODEL_DIR=/shared/runs/8b
 #
+# For checkpoints on the disks of the nodes, from which the run resumes after the loss of one, set
+# CheckpointConfig.local_every, and local_dir to a folder that Slurm does not empty between jobs.
+#
 # PROGRAM   the command on the nodes, such as .venv/bin/meshwright (meshwright)
 # RESTARTS  how often an interrupted run is put back into the queue (10)
 #SBATCH --job-name=meshwright

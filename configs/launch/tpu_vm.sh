@@ -4,6 +4,10 @@
 #   TPU=my-pod ZONE=us-east5-a ./tpu_vm.sh pretrain configs/models/8b.gin \
 #     --gin.TEXT='gs://bucket/corpus/*.zst' --gin.MODEL_DIR=gs://bucket/runs/8b
 #
+# For checkpoints in the memory of the hosts, from which a run resumes after the loss of a process:
+#
+#   --gin.CheckpointConfig.local_dir=/dev/shm/meshwright --gin.CheckpointConfig.local_every=50
+#
 # TPU       the name of the TPU VM
 # ZONE      its zone
 # PROGRAM   the command on the hosts, such as .venv/bin/meshwright (meshwright)

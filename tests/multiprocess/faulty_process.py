@@ -23,7 +23,7 @@ import optax
 from small import partitioner, small_config
 
 from train import train
-from train.checkpoints import folder as saving
+from train.checkpoints import CheckpointConfig, folder as saving
 from train.cli.command import run_command
 from train.cli.interruption import run_until_signal
 from train.data import CausalLM, Prefetch, Records
@@ -57,6 +57,8 @@ class Settings:
       rows: the size of a batch.
       mesh: the size of the model axis.
       heartbeat, init, watchdog: the limits in seconds.
+      local: the folder of local checkpoints, which are then saved at every step, and no others
+        before the end.
       step_seconds: how long a step takes at least, so that something can happen in it.
     """
 
@@ -78,6 +80,7 @@ class Settings:
     heartbeat: float = 10.0
     init: float = 60.0
     watchdog: float = 60.0  # nothing here waits for it, so it can be long
+    local: str = ''
     step_seconds: float = 0.05
 
 
@@ -192,9 +195,14 @@ def config(settings):
         total_steps=steps + 1 if fault == 'other steps' else steps,
         seed=1 if fault == 'other seed' else 0,
         hooks=[at_step],
+        **({'checkpoints': local_checkpoints(settings.local)} if settings.local else {}),
         prefetch=Prefetch(workers=0),  # so that a step reads its batch itself
         **({'optimizer': sgd()} if fault == 'other optimizer' else {}),
     )
+
+
+def local_checkpoints(folder):
+    return CheckpointConfig(period=0, local_dir=folder, local_every=1)
 
 
 def sgd():

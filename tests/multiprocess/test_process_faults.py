@@ -1,5 +1,7 @@
 """Two real processes of a run, of which one has a fault; `make test-processes` has all faults."""
 
+import re
+import shutil
 import signal
 
 import faulty_runs
@@ -83,3 +85,25 @@ def test_two_hosts_that_cannot_reach_each_other_end_the_run_and_are_named(tmp_pa
         line = text.splitlines()[-1]
         assert 'has had no answer from process' in line
         assert 'process 1 on host1' in line and 'process 2 on host2' in line
+
+
+@pytest.mark.long
+def test_after_the_loss_of_a_process_and_its_disk_the_run_resumes_from_its_partner(tmp_path):
+    local = tmp_path / 'local'
+    ending = start(
+        tmp_path, 1, fault='SIGKILL', moment='step 5', local=str(local), step_seconds=0.5
+    )
+    assert ending.codes[0] == 75, ending.texts
+    [slot] = local.glob('*/1')
+    shutil.rmtree(slot)
+    assert start(tmp_path, local=str(local)).codes == [0, 0]
+    told = (tmp_path / 'run.out-0').read_text()
+    found = re.search(r'resumed from step (\d) of the local checkpoints in .*: (.*)', told)
+    assert found and 1 <= int(found[1]) < 5, told
+    assert found[2] == '2 parts, part 1 from process 0, 1 from its own'
+    assert list(local.iterdir()) == []
+    whole = tmp_path / 'whole'
+    whole.mkdir()
+    assert start(whole, local=str(tmp_path / 'another')).codes == [0, 0]
+    found, expected = (faulty_runs.results(folder / 'run', STEPS) for folder in (tmp_path, whole))
+    assert found == expected

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, get_args
 from etils import epath
 
 from train.errors import ConfigError, FailurePolicy, check_counts
-from train.paths import as_path, is_remote
+from train.paths import is_remote
 
 RestoreMode = Literal['latest', 'specific']
 Renames = Sequence[tuple[str, str | None]]
@@ -78,7 +78,7 @@ class CheckpointConfig:
                 f'{_LOCAL} is {self.local_dir!r} and local_every is {self.local_every}: set both, '
                 "such as local_dir = '/dev/shm/meshwright' and local_every = 50, or none"
             )
-        if self.local_dir is not None and is_remote(as_path(_LOCAL, self.local_dir)):
+        if self.local_dir is not None and is_remote(self.local_dir):
             raise ConfigError(
                 f'{_LOCAL} {self.local_dir} is in a store: use a folder on a disk of each host, or '
                 'in its memory (/dev/shm)'

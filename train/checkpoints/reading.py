@@ -86,6 +86,10 @@ class CheckpointReader(abc.ABC):
         """What a run restores, for messages."""
         return f'step {step} of {self.directory}'
 
+    def has_checksums(self, step: int) -> bool:
+        """Whether what is read is compared with the checksums of what was written."""
+        return (self.path(step) / manifest.FILE).exists()
+
     @abc.abstractmethod
     def newest_step(self, say: Callable[[str], None], below: int | None = None) -> int | None:
         """Chooses the newest step below another that can be restored, and says what is skipped."""
@@ -115,7 +119,7 @@ class CheckpointReader(abc.ABC):
                 process_bytes=count_bytes(found, by_name),
                 differences=tuple(differences),
                 problem=find_problem(differences, self._settings, where=str(self.path(step))),
-                is_verified=(self.path(step) / manifest.FILE).exists(),
+                is_verified=self.has_checksums(step),
             )
 
     def restore(

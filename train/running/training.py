@@ -127,8 +127,6 @@ def _train(
     resumes = start.source.is_of_run and start.restored is not None
     saved.texts = write_run_files(run, start.data_after, resumes=resumes)
     saved.check_writable()
-    if saved.local is not None:
-        saved.local.begin(start.step, is_local=start.source is saved.local.steps)
     if programs.init is None:
         state = cast(TrainState, restored)
         verb = 'resumed' if resumes else 'restored'
@@ -136,6 +134,8 @@ def _train(
     else:
         state = programs.init(run.key)
     run.plan.check(state)
+    if saved.local is not None:
+        saved.local.begin(start.step, is_local=start.source is saved.local.steps)
     with console.phase('opening the metrics'):
         writers = open_writers(
             config.writers, run.directory, start.step, config.metrics_on_failure, console.say

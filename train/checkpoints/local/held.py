@@ -8,6 +8,7 @@ the processes of a host. If a later start has fewer of them, they take over the 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -87,10 +88,13 @@ class HeldParts:
         with contextlib.suppress(OSError):
             delete_step(folder)
 
-    def delete_others(self, starts: Collection[str], kept: Collection[tuple[str, int]]) -> None:
+    def delete_others(
+        self, starts: Collection[str], kept: Collection[tuple[str, int]], current: str | None = None
+    ) -> None:
         """Deletes the parts of these starts, except those of some starts and steps.
 
-        Raises an OSError if one cannot be deleted.
+        Empty folders stay only in the `current` start, where other processes make new ones. Raises
+        an OSError if a part cannot be deleted.
         """
         for start in starts:
             for folder, step, key in list(self._look(start)):
@@ -98,11 +102,12 @@ class HeldParts:
                     with self._lock:
                         self._folders.pop(key, None)
                     delete_step(folder)
-            self._remove_empty(self._directory / start)
+            if start != current:
+                self._remove_empty(self._directory / start)
 
     def _remove_empty(self, start: epath.Path) -> None:
         """Removes what is empty of the folder of a start."""
         folders = [*start.glob('*/*'), *start.glob('*')] if start.is_dir() else []
         for folder in [*folders, start]:
             with contextlib.suppress(OSError):
-                folder.rmdir()
+                os.rmdir(folder)

@@ -29,6 +29,7 @@ from train.checkpoints.steps import manifest
 from train.checkpoints.steps.manifest import FileRecord, Manifest, package_versions, record_file
 from train.checkpoints.steps.record import ITEM, StepRecord
 from train.paths import replacing
+from train.processes.activity import wait_for_devices
 
 INDEX, SHARDS = 'state/index.json', 'state/shards/data'
 _ALIGNMENT = 64  # so that the values of a shard can be used where they are
@@ -104,6 +105,7 @@ def part_bytes(index: Index) -> int:
 
 def copy_shards(state: Any, index: Index, out: np.ndarray) -> None:
     """Copies the shards of a part from the devices into memory of `part_bytes` bytes."""
+    wait_for_devices(state)
     found = list[tuple[Any, int]]()
     for path, array in jax.tree_util.tree_leaves_with_path(state):
         shards = dict(index[path_str(path)].shards)
@@ -112,6 +114,8 @@ def copy_shards(state: Any, index: Index, out: np.ndarray) -> None:
             if wanted := shards.pop(bounds_of(one.index, array.shape), None):
                 one.data.copy_to_host_async()
                 found.append((one.data, wanted.offset))
+        if shards:
+            raise RuntimeError(f'{path_str(path)} has no shard {next(iter(shards))} here')
     for data, offset in found:
         values = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         out[offset : offset + values.size] = values

@@ -115,7 +115,7 @@ class LocalSteps(CheckpointReader):
         ]
         told += ['...'] * (len(foreign) > _MOST_NAMED)
         rest = whole.of - sum(map(len, foreign.values()))
-        told += [f'{rest} from their own processes'] * bool(rest)
+        told += [f'{rest} from {"its" if rest == 1 else "their"} own'] * bool(rest)
         return f'{whole.of} parts, {", ".join(told)}'
 
     def arrays(self, step: int, wanted: Wanted) -> dict[str, StoredArray]:
@@ -127,6 +127,10 @@ class LocalSteps(CheckpointReader):
             )
             for name, array in index.items()
         }
+
+    def has_checksums(self, step: int) -> bool:
+        """The index of a part has the checksum of each shard."""
+        return True
 
     def close(self) -> None:
         """Ends reading: later steps of the run replace these ones."""

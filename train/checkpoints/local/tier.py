@@ -42,7 +42,7 @@ from train.checkpoints.local.reading import LocalSteps
 from train.errors import ConfigError, describe_error, os_errors_as
 from train.paths import absolute, as_folder, replacing
 from train.processes.activity import awaiting_threads
-from train.processes.output import print_error
+from train.processes.output import enumerated, print_error
 from train.processes.peers import Peers
 from train.processes.together import agree_on, gather, raise_on_all_processes
 
@@ -102,7 +102,7 @@ class LocalTier:
         self._writing: threading.Thread | None = None
         self._complete: tuple[str, int] | None = None  # the newest step that all processes have
         self._done = -1  # the newest step of this start that this process has
-        self._told = set[str]()
+        self._told = set[str]()  # what was said, so that it is said once
 
     # ---- the start
 
@@ -143,8 +143,9 @@ class LocalTier:
                 for host, name in zip(hosts, marks, strict=True):
                     if host != own and (self._directory / name).exists():
                         raise ConfigError(
-                            f'{_SETTING} {self._directory} is the same folder on {host} and {own}: '
-                            'use a disk of each host, or its memory (/dev/shm)'
+                            f'{_SETTING} {self._directory} is the same folder on '
+                            f'{enumerated(sorted((host, own)))}: use a disk of each host, or its '
+                            'memory (/dev/shm)'
                         )
         finally:
             mark.unlink(missing_ok=True)
@@ -189,10 +190,12 @@ class LocalTier:
         if len(done) == 1 and self._done >= 0:
             self._complete = (self._starts[-1].name, self._done)
         if busy := [process for process, (is_busy, _) in enumerate(found) if is_busy]:
-            self._tell(
-                f'process {busy[0]} is still writing an earlier local checkpoint, so there is none '
-                f'of step {step}: raise CheckpointConfig.local_every, which is {self._every}'
-            )
+            if 'busy' not in self._told:
+                self._say(
+                    f'process {busy[0]} is still writing an earlier local checkpoint, so there is '
+                    f'none of step {step}: raise CheckpointConfig.local_every, now {self._every}'
+                )
+            self._told.add('busy')
         return not busy
 
     def save(self, step: int, state: Any) -> None:
@@ -224,7 +227,7 @@ class LocalTier:
     def _write_own(self, key: Key) -> bool:
         assert self._index is not None
         kept = () if self._complete is None else (self._complete,)
-        self._held.delete_others([start.name for start in self._starts], kept)
+        self._held.delete_others([start.name for start in self._starts], kept, key.start)
         folder = self._held.prepare(key)
         try:
             write_part(folder, key, self._index, self._buffer)
@@ -238,20 +241,15 @@ class LocalTier:
         """Does something for a local step. If it fails, it says so, and training continues."""
         try:
             return work()
-        except (OSError, ConfigError) as error:
-            self._tell(
-                f'the local checkpoint of step {step} cannot be kept in {self._directory} '
-                f'({describe_error(error)}): training continues',
-                describe_error(error),
-            )
+        except Exception as error:  # No error of this tier may end the training.
+            reason = describe_error(error)
+            if reason not in self._told:
+                self._told.add(reason)
+                print_error(
+                    f'the local checkpoint of step {step} cannot be kept in {self._directory} '
+                    f'({reason}): training continues'
+                )
             return False
-
-    def _tell(self, line: str, reason: str | None = None) -> None:
-        """Prints a line of this process, unless it has told the same reason before."""
-        reason = reason or line.partition(':')[0][:20]
-        if reason not in self._told:
-            self._told.add(reason)
-            print_error(line)
 
     # ---- the end
 
