@@ -1,10 +1,12 @@
 """Seconds from the loss of a process to the next step, by phase.
 
-  python benchmarks/recovery.py [--trees base=DIR,new=DIR] [--repeats 5] [--min_processes 4]
-      [--settings SETTING ...]
+  python benchmarks/recovery.py [--trees before=DIR,new+spares+tier=.] [--repeats 5]
+      [--min_processes 4]
 
 `meshwright launch` trains a tiny language model with 4 processes of 2 devices, and one of them is
-killed after a step. The phases are read from the times at which lines are printed:
+killed after a step. A tree is a checkout; if its name contains `+spares`, the launcher keeps
+spares, and with `+tier`, every second step is saved on the host, in addition to every tenth in
+MODEL_DIR. The phases are read from the times at which lines are printed:
 
   ending    from the kill until the launcher starts the processes again
   joining   until process 0 prints its first line: imports, settings, and joining the others
@@ -49,6 +51,10 @@ TransformerConfig.num_layers = 4
 TrainConfig.log_every = 1
 TrainConfig.evaluators = {{}}
 """
+TIER = """
+CheckpointConfig.local_dir = 'local'
+CheckpointConfig.local_every = 2
+"""
 
 
 def main() -> None:
@@ -56,16 +62,14 @@ def main() -> None:
     parser.add_argument('--trees', default=f'here={ROOT}', help='checkouts to compare, by name')
     parser.add_argument('--repeats', type=int, default=5)
     parser.add_argument('--min_processes', type=int, default=PROCESSES)
-    parser.add_argument('--settings', nargs='*', default=[], help='for trees whose name has a +')
     parser.add_argument('--show', action='store_true', help='print what the launches print')
     options = parser.parse_args()
     trees = dict(pair.split('=', 1) for pair in options.trees.split(','))
     found: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
     for repeat in range(options.repeats):
         for name, tree in trees.items():
-            settings = options.settings if '+' in name else []
             with tempfile.TemporaryDirectory() as folder:
-                one = measure(Path(folder), tree, options.min_processes, settings, options.show)
+                one = measure(Path(folder), name, tree, options.min_processes, options.show)
             found[name].append(one)
             print(repeat, name, {k: round(v, 2) for k, v in one.items()}, flush=True)
     print(f'{"tree":<12}' + ''.join(f'{phase:>10}' for phase in (*PHASES, 'cpu')))
@@ -74,20 +78,21 @@ def main() -> None:
         print(f'{name:<12}' + ''.join(f'{seconds:>10.2f}' for seconds in medians))
 
 
-def measure(
-    folder: Path, tree: str, min_processes: int, settings: list[str], show: bool
-) -> dict[str, float]:
+def measure(folder: Path, name: str, tree: str, min_processes: int, show: bool) -> dict[str, float]:
     """Launches a run, kills a process, and returns the seconds of each phase."""
     (folder / 'texts').mkdir()
     for number in range(4):
         words = ' '.join(str(number * i) for i in range(4000))
         (folder / f'texts/{number}.txt').write_text(words)
-    (folder / 'run.gin').write_text(RUN + '\n'.join(settings))
+    tier = TIER if '+tier' in name else ''
+    (folder / 'run.gin').write_text(RUN + tier)
     command = [sys.executable, '-P', '-m', 'train.cli', 'launch', f'--processes={PROCESSES}']
     command += [f'--devices_per_process={DEVICES}', '--restarts=1', '--', 'run.gin']
     if min_processes < PROCESSES:
         command.insert(command.index('--'), f'--min_processes={min_processes}')
-    environment = os.environ | {'PYTHONPATH': tree, 'JAX_PLATFORMS': 'cpu'}
+    if '+spares' in name:
+        command.insert(command.index('--'), '--spares')
+    environment = os.environ | {'PYTHONPATH': str(Path(tree).resolve()), 'JAX_PLATFORMS': 'cpu'}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     launch = subprocess.Popen(
         command,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from train.processes.launching import attempts, supervision
+from train.processes.launching import attempts, spares, supervision
 from train.processes.launching.attempts import LaunchConfig, child_environment, run_attempts
 from train.processes.launching.endings import Printer, find_cause
 from train.processes.launching.supervision import Child, signal_inbox, supervise
@@ -21,6 +21,7 @@ from train.processes.launching.supervision import Child, signal_inbox, supervise
 pytestmark = pytest.mark.core
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
+ROOT = Path(__file__).resolve().parents[2]
 PYTHON = [sys.executable, '-I', '-S', '-c']  # starts fast, and finds only the standard library
 # What the small programs use. Each has its index, and a folder that all of them share.
 PRELUDE = """
@@ -249,6 +250,52 @@ def test_a_wrong_setting_is_not_tried_again(attempts_of):
     code, counts, said, _ = attempts_of("print('error: no'); sys.exit(2)", restarts=2)
     assert (code, counts) == (2, [1])
     assert 'failed first, with exit code 2: no\n' in said
+
+
+SPARE = f"""
+import sys
+sys.path.append({str(ROOT)!r})
+from train.processes.launching import spares
+spares._MODULES = ('json',)
+spares.wait_as_spare()
+exec(sys.argv.pop(1))
+"""
+
+
+def test_spares_become_the_processes_of_the_next_attempt(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(spares, 'SECONDS_BEFORE_SPARES', 0)
+    attempt = (
+        f'{PRELUDE}import json\n'
+        "began = [name for name in os.listdir(folder) if name.startswith('began')]\n"
+        "note(f'began {index} {os.getpid()}', json.dumps([sys.argv[3], os.environ['OWN']]))\n"
+        "while not began and not os.path.exists(os.path.join(folder, 'go')): time.sleep(0.01)\n"
+        'if not began: os.kill(os.getpid(), 9)\n'
+    )
+    ready = []
+
+    def keep_ready(self):
+        real(self)
+        if not ready and self._ready:
+            ready.extend(one.pid for one in self._ready)
+            (tmp_path / 'go').touch()
+
+    real = spares.Spares.keep_ready
+    monkeypatch.setattr(spares.Spares, 'keep_ready', keep_ready)
+    made = []
+
+    def make(count, port):
+        made.append(count)
+        program, arguments = [*PYTHON, SPARE], [attempt, '0', str(tmp_path), f'attempt {len(made)}']
+        return [Child(program, {'OWN': f'of {len(made)}'}, arguments)]
+
+    config = LaunchConfig(processes=1, devices_per_process=1, restarts=1, spares=True)
+    assert run_attempts(config, make, 'meshwright launch ...') == 0
+    began = {int(path.name.split()[2]): path for path in tmp_path.glob('began*')}
+    assert len(began) == 2 and made == [1, 1]
+    [spare] = ready
+    assert json.loads(began[spare].read_text()) == ['attempt 2', 'of 2']
+    assert is_dead(spare), 'none is left behind'
+    assert 'restart 1 of 1, because process 0 was killed by SIGKILL' in capfd.readouterr().err
 
 
 # The launcher as a process.

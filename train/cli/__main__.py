@@ -11,6 +11,11 @@ if __name__ == '__main__':
 
     end_with_launcher()
 
+    from train.processes.launching.spares import wait_as_spare
+
+    wait_as_spare()
+    end_with_launcher()  # a spare has only now the environment of its run
+
     from train.cli import main
 
     sys.exit(main())

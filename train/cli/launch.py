@@ -67,6 +67,7 @@ def start_processes(arguments: Sequence[str], prog: str) -> int:
             restarts=options.restarts,
             min_processes=options.min_processes,
             grace_seconds=options.grace_seconds,
+            spares=options.spares,
         )
         line = line_of_process('meshwright')
         signals.leave_to_others()  # From here on, they are the launcher's.
@@ -97,7 +98,7 @@ def make_children(
       line: the command that starts all processes again, as one types it.
     """
     # -P: a train.py in the current folder must not hide this package.
-    program = [sys.executable, '-P', '-m', 'train.cli', *command]
+    program = [sys.executable, '-P', '-m', 'train.cli']
     shared = [] if gpus else [f'--cpu_devices={devices}']
     if count > 1:
         shared += [f'--coordinator_address=127.0.0.1:{port}', f'--process_count={count}']
@@ -106,8 +107,9 @@ def make_children(
     return [
         Child(
             # A single process joins no others, so that its collectives are faster.
-            [*program, *shared, *([f'--process_index={index}'] if count > 1 else [])],
+            program,
             child_environment(environment, line, each[index], secret),
+            [*command, *shared, *([f'--process_index={index}'] if count > 1 else [])],
         )
         for index in range(count)
     ]
@@ -130,6 +132,11 @@ def _make_parser(prog: str) -> OneLineParser:
         type=int,
         metavar='M',
         help='after a process was lost, restart with those that remain, if there are M',
+    )
+    add(
+        '--spares',
+        action='store_true',
+        help='keep processes ready for a restart, which have imported everything',
     )
     add(
         '--grace_seconds',

@@ -14,6 +14,8 @@ import jax
 from partitioning.amounts import bytes_str
 from partitioning.hardware import chip_of
 from train.processes.activity import wait_for_devices
+from train.processes.launching.attempts import seconds_since_loss
+from train.processes.launching.spares import seconds_as_process
 from train.reporting.reports import format_seconds
 
 _WORTH_NAMING = 0.05  # seconds
@@ -25,21 +27,29 @@ _began: list[float] = []
 
 def note_start_of_process() -> None:
     """Notes that this process was started for one run, whose time therefore begins with it."""
-    _began[:] = [time.perf_counter() - _age_of_process()]
+    age = seconds_as_process()
+    _began[:] = [time.perf_counter() - (_age_of_process() if age is None else age)]
 
 
 class StartClock:
-    """Measures the time from the start of a run to the end of its first step."""
+    """Measures the time from the start of a run to the end of its first step.
+
+    If a launcher has started the run again, the time begins when it saw the loss of a process.
+    """
 
     def __init__(self) -> None:
         now = time.perf_counter()
         self._began = _began.pop() if _began else now
         self._imports = now - self._began
+        since_loss = seconds_since_loss()
+        self._lost_at = None if since_loss is None else now - since_loss
 
     def report(self, phases: Mapping[str, float]) -> tuple[str, dict[str, float]]:
         """Returns the time until now, and the seconds of each phase, as a line and as metrics."""
-        total = time.perf_counter() - self._began
-        parts = {'imports': self._imports, **phases}
+        parts, began = {'imports': self._imports, **phases}, self._began
+        if self._lost_at is not None:
+            parts, began = {'ending the others': began - self._lost_at, **parts}, self._lost_at
+        total = time.perf_counter() - began
         rest = total - sum(parts.values())
         shown = [
             f'{name} {format_seconds(seconds)}'
@@ -48,6 +58,8 @@ class StartClock:
         ]
         metrics = {f'start/seconds_{n.replace(" ", "_")}': s for n, s in parts.items() if s}
         line = f'first step after {format_seconds(total)}'
+        if self._lost_at is not None:
+            line = f'first step {format_seconds(total)} after the loss of a process'
         line += f': {", ".join(shown)}' if shown else ''
         return line, {'start/seconds_to_first_step': total, **metrics}
 

@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -22,12 +23,15 @@ from train.processes.launching.endings import (
     find_cause,
     lost_processes,
 )
+from train.processes.launching.spares import Spares
 from train.processes.launching.supervision import Child, read_inbox, signal_inbox, supervise
 from train.processes.signals import AFTER_CTRL_C, RESTARTABLE, exit_code_after
 from train.processes.wire import FILE_VARIABLE, VARIABLE
 
 # The process id of the launcher, and the command that starts all processes again.
 _LAUNCHER, _COMMAND = 'MESHWRIGHT_LAUNCHER', 'MESHWRIGHT_COMMAND'
+# When the failure was seen after which a process is started, by `time.monotonic`.
+_LOST_AT = 'MESHWRIGHT_LOST_AT'
 _DEVICES_IN_XLA_FLAGS = '--xla_force_host_platform_device_count'
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
@@ -59,6 +63,12 @@ def child_environment(
 def command_of_launcher() -> str | None:
     """The command that starts all processes again, or None if no launcher started this one."""
     return os.environ.get(_COMMAND)
+
+
+def seconds_since_loss() -> float | None:
+    """How long ago the launcher saw the failure because of which it has started this process."""
+    lost_at = os.environ.pop(_LOST_AT, None)
+    return None if lost_at is None else time.monotonic() - float(lost_at)
 
 
 def end_with_launcher() -> None:
@@ -140,7 +150,7 @@ def reserved_port() -> Iterator[int]:
 
 
 # So that a run which fails at once does not fill the log.
-SECONDS_BEFORE_RESTART = 1.0
+SECONDS_BEFORE_RESTART, SECONDS_OF_A_FAST_FAILURE = 1.0, 20.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,6 +164,7 @@ class LaunchConfig:
       min_processes: the fewest processes with which the run may continue after one was lost. By
         default, it continues with as many as before.
       grace_seconds: how long the others may take to end by themselves after a failure.
+      spares: whether processes that have imported everything wait for a restart.
     """
 
     processes: int
@@ -161,6 +172,7 @@ class LaunchConfig:
     restarts: int = 0
     min_processes: int | None = None
     grace_seconds: float = 5.0
+    spares: bool = False
 
     def __post_init__(self) -> None:
         check_counts(0, **{'--restarts': self.restarts})
@@ -172,6 +184,8 @@ class LaunchConfig:
                 )
             if self.restarts == 0:
                 raise ConfigError('--min_processes needs --restarts=N, with N >= 1')
+        if self.spares and self.restarts == 0:
+            raise ConfigError('--spares needs --restarts=N, with N >= 1')
         if not self.grace_seconds >= 0:
             raise ConfigError(f'--grace_seconds={self.grace_seconds} must be a number >= 0')
 
@@ -244,6 +258,14 @@ def decide(config: LaunchConfig, attempt: Attempt, restarted: int) -> Decision:
     return Decision(code, new, f'{what}, {why}')
 
 
+def _noting(child: Child, lost_at: float | None) -> Child:
+    """A child that knows when the failure was seen after which it is started."""
+    if lost_at is None:
+        return child
+    environment = {**child.environment, _LOST_AT: str(lost_at)}
+    return dataclasses.replace(child, environment=environment)
+
+
 def run_attempts(
     config: LaunchConfig, make_children: Callable[[int, int], Sequence[Child]], command: str
 ) -> int:
@@ -258,11 +280,20 @@ def run_attempts(
       command: the command that starts the run again, as one types it.
     """
     count, restarted = config.processes, 0
-    with signal_inbox() as inbox:
+    lost_at: float | None = None
+    with signal_inbox() as inbox, contextlib.ExitStack() as stack:
+        spares: Spares | None = None
         while True:
+            began = time.monotonic()
             with reserved_port() as port:
-                children = make_children(count, port)
-                attempt = supervise(children, Printer(), inbox, grace_seconds=config.grace_seconds)
+                children = [_noting(child, lost_at) for child in make_children(count, port)]
+                if config.spares and spares is None:
+                    spares = Spares(children[0].command, children[0].environment, count)
+                    stack.callback(spares.close)
+                attempt = supervise(
+                    children, Printer(), inbox, grace_seconds=config.grace_seconds, spares=spares
+                )
+            lost_at = attempt.failed_at
             decision = decide(config, attempt, restarted)
             resume = f'; resume with: {command}' if attempt.stopped_by else ''
             if decision.message:
@@ -270,7 +301,8 @@ def run_attempts(
             if decision.processes is None:
                 return decision.exit_code
             count, restarted = decision.processes, restarted + 1
-            select.select([inbox], [], [], SECONDS_BEFORE_RESTART)
+            failed_fast = time.monotonic() - began < SECONDS_OF_A_FAST_FAILURE
+            select.select([inbox], [], [], SECONDS_BEFORE_RESTART if failed_fast else 0)
             if received := read_inbox(inbox):
                 name = signal.Signals(received[0]).name
                 print(f'stopped by {name}; resume with: {command}', file=sys.stderr)

@@ -147,11 +147,14 @@ class ProcessEnd:
 class Attempt:
     """How all processes of a run have ended.
 
-    `stopped_by` is the signal with which the user has stopped the launcher, if any.
+    Attributes:
+      stopped_by: the signal with which the user has stopped the launcher, if any.
+      failed_at: when the first failure was seen, by `time.monotonic`.
     """
 
     ends: tuple[ProcessEnd, ...]
     stopped_by: signal.Signals | None = None
+    failed_at: float | None = None
 
 
 def find_cause(ends: Sequence[ProcessEnd]) -> ProcessEnd | None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 
 from train.processes.launching.endings import Attempt, LineReader, Printer, ProcessEnd
+from train.processes.launching.spares import Spares
 from train.processes.signals import SECONDS_OF_ONE_REQUEST, SIGNALS
 
 # The time between SIGTERM and SIGKILL.
@@ -27,14 +28,20 @@ _READ_BYTES, _LAST_READS = 64 * 1024, 16
 
 @dataclasses.dataclass(frozen=True)
 class Child:
-    """What a process runs."""
+    """What a process runs: a program, and its arguments, which a spare process can take over."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
+    arguments: Sequence[str] = ()
 
 
 def supervise(
-    children: Sequence[Child], printer: Printer, inbox: int, *, grace_seconds: float
+    children: Sequence[Child],
+    printer: Printer,
+    inbox: int,
+    *,
+    grace_seconds: float,
+    spares: Spares | None = None,
 ) -> Attempt:
     """Runs processes until all have ended. Whatever happens, none of them is left behind.
 
@@ -42,17 +49,21 @@ def supervise(
       inbox: where signals are read, as `signal_inbox` yields it. The first one is passed on to the
         first process that still runs, and is expected to end all; the second one kills all.
       grace_seconds: how long the others may take to end by themselves after a failure.
+      spares: processes that are ready to become one of the run, and those for the next time.
     """
-    supervisor = _Supervisor(printer, inbox, grace_seconds)
+    supervisor = _Supervisor(printer, inbox, grace_seconds, spares)
     try:
+        if spares is not None:
+            spares.begin()
         for index, child in enumerate(children):
-            supervisor.processes.append(_Process(index, child))
+            spare = None if spares is None else spares.take(child.arguments, child.environment)
+            supervisor.processes.append(_Process(index, child, spare))
         supervisor.run()
     finally:
         for process in supervisor.processes:
             process.send(signal.SIGKILL)
             process.finish()
-    return Attempt(tuple(supervisor.ends), supervisor.stopped_by)
+    return Attempt(tuple(supervisor.ends), supervisor.stopped_by, supervisor.failed_at)
 
 
 class _Process:
@@ -61,10 +72,10 @@ class _Process:
     `output` is the file descriptor of the pipe with its output, or None when that is closed.
     """
 
-    def __init__(self, index: int, child: Child):
+    def __init__(self, index: int, child: Child, spare: subprocess.Popen[bytes] | None = None):
         self.index = index
-        self._popen = subprocess.Popen(
-            child.command,
+        self._popen = spare or subprocess.Popen(
+            [*child.command, *child.arguments],
             env=child.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -130,13 +141,14 @@ class _Process:
 class _Supervisor:
     """The loop that watches the processes of one attempt."""
 
-    def __init__(self, printer: Printer, inbox: int, grace_seconds: float):
+    def __init__(self, printer: Printer, inbox: int, grace_seconds: float, spares: Spares | None):
         self._printer, self._inbox, self._grace = printer, inbox, grace_seconds
+        self._spares = spares
         self.processes: list[_Process] = []
         self.ends: list[ProcessEnd] = []
         self.stopped_by: signal.Signals | None = None
         self._stopped_at = 0.0
-        self._failed_at: float | None = None
+        self.failed_at: float | None = None
 
     @property
     def _running(self) -> list[_Process]:
@@ -150,6 +162,8 @@ class _Supervisor:
                 self._obey(signal.Signals(signum))
             self._note_ends()
             self._end_others()
+            if self._spares is not None and self.failed_at is None and self.stopped_by is None:
+                self._spares.keep_ready()
 
     def _pass_lines_on(self) -> None:
         """Waits until something happens, and reads and prints lines."""
@@ -158,8 +172,8 @@ class _Supervisor:
             sources = {}
         targets = [self._printer.fd] if self._printer.is_busy else []
         wait = _SECONDS_TO_WAIT
-        if self._failed_at is not None:
-            ends_at = (self._failed_at + self._grace + s for s in (0.0, SECONDS_AFTER_SIGTERM))
+        if self.failed_at is not None:
+            ends_at = (self.failed_at + self._grace + s for s in (0.0, SECONDS_AFTER_SIGTERM))
             left = (end - time.monotonic() for end in ends_at)
             wait = min([wait, *(seconds for seconds in left if seconds > 0)])
         readable, writable, _ = select.select([self._inbox, *sources], targets, [], wait)
@@ -188,14 +202,14 @@ class _Supervisor:
                 self._printer.add(process.index, process.finish())
                 assert process.end is not None
                 self.ends.append(process.end)
-                if process.end.code != 0 and self._failed_at is None:
-                    self._failed_at = time.monotonic()
+                if process.end.code != 0 and self.failed_at is None:
+                    self.failed_at = time.monotonic()
 
     def _end_others(self) -> None:
         """Ends the processes that do not end by themselves after a failure."""
-        if self._failed_at is None:
+        if self.failed_at is None:
             return
-        seconds = time.monotonic() - self._failed_at - self._grace
+        seconds = time.monotonic() - self.failed_at - self._grace
         if seconds >= SECONDS_AFTER_SIGTERM:
             self._end_all(signal.SIGKILL)
         elif seconds >= 0:
