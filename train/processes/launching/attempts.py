@@ -23,15 +23,13 @@ from train.processes.launching.endings import (
     find_cause,
     lost_processes,
 )
-from train.processes.launching.spares import Spares
+from train.processes.launching.spares import LOST_AT, Spares
 from train.processes.launching.supervision import Child, read_inbox, signal_inbox, supervise
 from train.processes.signals import AFTER_CTRL_C, RESTARTABLE, exit_code_after
 from train.processes.wire import FILE_VARIABLE, VARIABLE
 
 # The process id of the launcher, and the command that starts all processes again.
 _LAUNCHER, _COMMAND = 'MESHWRIGHT_LAUNCHER', 'MESHWRIGHT_COMMAND'
-# When the failure was seen after which a process is started, by `time.monotonic`.
-_LOST_AT = 'MESHWRIGHT_LOST_AT'
 _DEVICES_IN_XLA_FLAGS = '--xla_force_host_platform_device_count'
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
@@ -63,12 +61,6 @@ def child_environment(
 def command_of_launcher() -> str | None:
     """The command that starts all processes again, or None if no launcher started this one."""
     return os.environ.get(_COMMAND)
-
-
-def seconds_since_loss() -> float | None:
-    """How long ago the launcher saw the failure because of which it has started this process."""
-    lost_at = os.environ.pop(_LOST_AT, None)
-    return None if lost_at is None else time.monotonic() - float(lost_at)
 
 
 def end_with_launcher() -> None:
@@ -262,7 +254,7 @@ def _noting(child: Child, lost_at: float | None) -> Child:
     """A child that knows when the failure was seen after which it is started."""
     if lost_at is None:
         return child
-    environment = {**child.environment, _LOST_AT: str(lost_at)}
+    environment = {**child.environment, LOST_AT: str(lost_at)}
     return dataclasses.replace(child, environment=environment)
 
 

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 
 # Tells a process that it is a spare.
 _SPARE = 'MESHWRIGHT_SPARE'
+# When the failure was seen after which a process is started, by `time.monotonic`.
+LOST_AT = 'MESHWRIGHT_LOST_AT'
 # When a spare has become a process of a run, by `time.monotonic`.
 _BEGAN = 'MESHWRIGHT_BEGAN'
 # The processes of the run import at the same time, so spares wait until they are done.
@@ -119,3 +121,9 @@ def seconds_as_process() -> float | None:
     """How long ago this process has become one of a run, or None if it was never a spare."""
     began = os.environ.pop(_BEGAN, None)
     return None if began is None else time.monotonic() - float(began)
+
+
+def seconds_since_loss() -> float | None:
+    """How long ago the launcher saw the failure because of which it has started this process."""
+    lost_at = os.environ.pop(LOST_AT, None)
+    return None if lost_at is None else time.monotonic() - float(lost_at)
