@@ -35,7 +35,7 @@ import optax
 from benchmarks.campaigns import run_trials
 from train import NextToken, QuantizedProducts
 from train.gin.load import find_config, load_config
-from train.models.transformer import Transformer
+from train.models.transformer import Transformer, TransformerConfig
 
 KINDS = ('bfloat16', 'float32', 'int8', 'float8')
 STEPS, ROWS, LENGTH, EVALUATED = 100, 8, 64, 512
@@ -60,12 +60,17 @@ def read_text() -> np.ndarray:
 
 
 @functools.cache
+def read_settings() -> TransformerConfig:
+    """The settings of the quickstart's model."""
+    load_config(['configs/runs/quickstart.gin'], ["MODEL_DIR = 'unused'", 'NUM_PARTITIONS = 1'])
+    return find_config().objective.model.config
+
+
+@functools.cache
 def make_run(kind: str) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Compiles the run (key, batches, held-out batch) -> (losses of the steps, held-out loss)."""
-    load_config(['configs/runs/quickstart.gin'], ["MODEL_DIR = 'unused'", 'NUM_PARTITIONS = 1'])
-    settings = find_config().objective.model.config
     settings = dataclasses.replace(
-        settings,
+        read_settings(),
         dtype='float32' if kind == 'float32' else 'bfloat16',
         products=QuantizedProducts(dtype=kind) if kind in ('int8', 'float8') else None,
     )
