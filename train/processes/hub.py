@@ -236,7 +236,7 @@ class Hub:
             for address, seconds in seen.unanswered.items():
                 others = [i for i in self._addresses.get(address, ()) if i in present]
                 if others and min(seconds, seen.quiet) > limit:
-                    line = unanswered(seen.name, present[others[0]].name, seconds, limit)
+                    line = no_answer(seen.name, present[others[0]].name, seconds, limit)
                     self.end(line, RESTARTABLE, [index, others[0]])
                     return True
         return False
@@ -295,7 +295,7 @@ def silent(name: str, place: str, seconds: float, limit: float) -> str:
     )
 
 
-def unanswered(name: str, other: str, seconds: float, limit: float) -> str:
+def no_answer(name: str, other: str, seconds: float, limit: float) -> str:
     """Says that one process gets no answer from another one."""
     return (
         f'{name} has had no answer from {other} for {seconds:,.0f} s, although both give signs of '
