@@ -103,7 +103,8 @@ def changed(change: Callable[[bytes], bytes]) -> Fault:
 def flip(content: bytes) -> bytes:
     """Another byte in the middle."""
     middle = len(content) // 2
-    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :] if content else b''
+    changed_byte = bytes(byte ^ 1 for byte in content[middle : middle + 1])
+    return content[:middle] + changed_byte + content[middle + 1 :]
 
 
 Fault = Callable[['Store', Environ], Answer | None]

@@ -40,7 +40,6 @@ from train.reporting.reports import (
     describe_parameters,
     mesh_table,
 )
-from train.running.rematerialization import choose_remat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,7 +194,7 @@ def plan_run(config: TrainConfig, row: Row) -> PlannedRun:
         partitioner.plan(init, key),
         compiler_options=choose_options(config.compiler_options, partitioner.mesh),
     )
-    config, remat = choose_remat(config, plan)
+    config, remat = _choose_remat(config, plan)
     return PlannedRun(
         config=config,
         batch=batch,
@@ -205,6 +204,16 @@ def plan_run(config: TrainConfig, row: Row) -> PlannedRun:
         step_key=step_key,
         remat=remat,
     )
+
+
+def _choose_remat(config: TrainConfig, plan: Plan) -> tuple[TrainConfig, str]:
+    """Replaces `remat = 'auto'`. A run of another model does not load the built-in ones for it."""
+    model = getattr(config.objective, 'model', None)
+    if getattr(getattr(model, 'config', None), 'remat', None) != 'auto':
+        return config, ''
+    from train.running.rematerialization import choose_remat
+
+    return choose_remat(config, plan)
 
 
 def initialize_some(run: Run, paths: Collection[str]) -> dict[str, jax.Array]:
