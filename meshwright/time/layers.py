@@ -41,11 +41,18 @@ class Product:
     nbytes: float
     dtype: str = ''
 
+    @property
+    def of_vectors(self) -> bool:
+        """Whether one of its sizes is 1, so that compilers multiply and add without matrix units."""
+        return min(self.rows, self.summed, self.columns) == 1
+
     def padding(self, unit: int) -> float:
         """How much a matrix unit of this side computes for each operation of the product.
 
         One of three sizes streams through the unit, in steps of 8. The other two fill its sides.
         """
+        if self.of_vectors:
+            return 1.0
         sizes = self.rows, self.summed, self.columns
         steps = [math.ceil(n / min(unit, 8)) * min(unit, 8) / n for n in sizes]
         sides = [math.ceil(n / unit) * unit / n for n in sizes]

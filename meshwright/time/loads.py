@@ -96,9 +96,9 @@ def find_loads(work: Work, machine: Machine) -> Loads:
     return Loads(
         chip=work.chip,
         products=(work.matmul_flops + sum(_added(p, chip) for p in products)) / peak,
-        product_memory=sum(p.nbytes for p in products) / bandwidth,
+        product_memory=sum(p.nbytes for p in products if not p.of_vectors) / bandwidth,
         estimated_products=work.matmul_seconds,
-        memory=work.other_bytes / bandwidth,
+        memory=(work.other_bytes + sum(p.nbytes for p in products if p.of_vectors)) / bandwidth,
         estimated_others=work.other_seconds,
         kernels=sum(_padded(kernel, chip) for kernel in work.kernels) / peak,
         kernel_memory=sum(kernel.nbytes for kernel in work.kernels) / bandwidth,
