@@ -221,6 +221,16 @@ def test_the_time_of_products_has_their_padding_and_their_traffic():
     assert step.seconds == pytest.approx(expected)
 
 
+def test_products_of_vectors_read_the_memory_and_fill_no_matrix_unit():
+    """A hundredth of a second of operations, and a second of reading at the full bandwidth."""
+    constants = constants_of(CHIPS['v5e'])
+    product = Product(rows=4096, summed=1, columns=4096, flops=197e10, nbytes=819e9)
+    layers = Layers(width=4096, products=(product,))
+    work = dataclasses.replace(NOTHING, matmul_flops=197e10, layers=layers)
+    expected = 0.01 / constants.matmul_efficiency + 1 / constants.memory_efficiency
+    assert estimate_step_time(work, pod()).seconds == pytest.approx(expected)
+
+
 def test_products_of_8_bits_run_at_the_rate_of_their_type():
     """v5e multiplies int8 at twice the rate of bfloat16, and has no unit for float8."""
 
