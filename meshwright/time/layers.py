@@ -43,7 +43,7 @@ class Product:
 
     @property
     def of_vectors(self) -> bool:
-        """Whether one of its sizes is 1, so that compilers multiply and add without matrix units."""
+        """Whether one of its sizes is 1, for which compilers do not use matrix units."""
         return min(self.rows, self.summed, self.columns) == 1
 
     def padding(self, unit: int) -> float:

@@ -6,6 +6,7 @@ The expected contents are written and read by boto3, which the code under test d
 import gzip
 import io
 import json
+import re
 import sys
 
 import flax.linen as nn
@@ -32,6 +33,7 @@ from train.checkpoints import (
     RestoreConfig,
     complete_steps,
     find_checkpoint,
+    folder,
     open_restored,
 )
 from train.cli.command import explain
@@ -369,6 +371,32 @@ def test_a_run_resumes_on_another_mesh(bucket, tmp_path):
     assert [line['step'] for line in lines] == [1, 2, 3, 4]
     files = {'plan.json', 'data.json', 'model-info.txt', 'checkpoints/4/commit_success.txt'}
     assert {f'run/{name}' for name in files} <= set(bucket.list('run/'))
+
+
+@pytest.mark.long
+@needs_s3
+def test_a_store_that_fails_ends_the_run_with_code_75(bucket, monkeypatch):
+    """It fails when the step after the first checkpoint is to be saved, and lists nothing then."""
+    bucket.write({f'texts/{i}.txt': b'text %d' % i * 20 for i in range(20)})
+
+    def failing(listing):
+        def list_or_fail(*args):
+            if any('checkpoints/2/manifest.json' in key for key in bucket.list('run/')):
+                raise PermissionError('Forbidden')
+            return listing(*args)
+
+        return list_or_fail
+
+    for name in ('newest_saved', 'complete_steps'):
+        monkeypatch.setattr(folder, name, failing(getattr(folder, name)))
+    with pytest.raises(ConfigError) as caught:
+        train(settings(bucket.url, checkpoints=CheckpointConfig(period=2, when_busy='wait')))
+    assert caught.value.exit_code == 75
+    assert re.fullmatch(
+        r'.*/checkpoints.* \(Forbidden\).*, so the run ends .* step.*; the same command resumes '
+        r'from the newest checkpoint: make sure that the store works, or set .*',
+        str(caught.value),
+    )
 
 
 @needs_s3

@@ -158,15 +158,17 @@ class Checkpoints(CheckpointReader):
         """
         self.wait()
         self._postponed = False
-        about = StepRecord(
-            step=step,
-            previous=newest_saved(self.directory, self.prefix),
-            pending=tuple(pending),
-            scores=dict(scores or {}),
-            texts=self.texts,
-        )
-        self._check_metric(about.scores)
+        scores = dict(scores or {})
+        self._check_metric(scores)
         try:
+            previous = self._newest_saved()
+            about = StepRecord(
+                step=step,
+                previous=previous,
+                pending=tuple(pending),
+                scores=scores,
+                texts=self.texts,
+            )
             if self._make_room(about):
                 return
             self._start(about, self.tree(state))
@@ -213,6 +215,14 @@ class Checkpoints(CheckpointReader):
                 f'CheckpointConfig.best_metric is {metric!r}, but the scores are '
                 f'{", ".join(map(repr, found))}: write one of them'
             )
+
+    def _newest_saved(self) -> int | None:
+        newest = None
+        with raise_on_all_processes():
+            if jax.process_index() == 0:
+                newest = newest_saved(self.directory, self.prefix)
+        found: int | None = agree_on(newest)
+        return found
 
     def _make_room(self, about: StepRecord) -> bool:
         """Prepares the folder for a step, and returns whether the step is complete already.

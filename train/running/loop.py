@@ -15,9 +15,9 @@ from train.decoding.starting import CanDecode
 from train.errors import ConfigError
 from train.evaluators.evaluator import is_due, run_evaluators
 from train.objectives import NextToken
-from train.paths import file_of_run
+from train.paths import file_of_run, is_remote
 from train.processes import signals
-from train.processes.signals import Interrupted, handling
+from train.processes.signals import RESTARTABLE, Interrupted, handling
 from train.processes.together import agree_on, raise_on_all_processes
 from train.reporting.writers import Writers
 from train.running.run import Run
@@ -128,15 +128,24 @@ def report_failed_save(run: Run, saved: Checkpoints, step: int) -> None:
         run.console.say(f'{error}: training continues, and the next save is tried when it is due')
 
 
+class StoreFailed(ConfigError):
+    """A store does not keep checkpoints now. The same command may succeed later."""
+
+    exit_code = RESTARTABLE
+
+
 def _ended_by(failure: ConfigError, saved: Checkpoints, when: str) -> ConfigError:
-    newest = max(saved.steps(), default=None)
-    kept = 'there is no other checkpoint'
-    if newest is not None:
-        kept = f'the same command resumes from the checkpoint of step {newest}'
-    return ConfigError(
-        f'{failure}, so the run ends {when}; {kept}: free space, or set '
-        "CheckpointConfig.on_failure = 'continue'"
-    )
+    kept = 'the same command resumes from the newest checkpoint'
+    with contextlib.suppress(OSError):  # What has failed may be all of the store.
+        newest = max(saved.steps(), default=None)
+        kept = 'there is no other checkpoint'
+        if newest is not None:
+            kept = f'the same command resumes from the checkpoint of step {newest}'
+    ended = f'{failure}, so the run ends {when}; {kept}'
+    go_on = "set CheckpointConfig.on_failure = 'continue'"
+    if is_remote(saved.directory):
+        return StoreFailed(f'{ended}: make sure that the store works, or {go_on}')
+    return ConfigError(f'{ended}: free space, or {go_on}')
 
 
 def find_newest(saved: Checkpoints) -> int | None:
