@@ -212,8 +212,10 @@ def _parts(opt_state: Any) -> list[Any]:
 def _forms(first: Any, second: Any, keywords: Mapping[str, Any]) -> str:
     """The arguments of a call in words: `a dict of 2 and a GradientTransformationExtraArgs`."""
     given = [kind_str(first)] if first is not None else []
-    if second is not None or (given and not keywords):
+    if second is not None:
         given.append(kind_str(second))
+    elif given and not keywords:
+        given.append('no tx')
     given += [f'{name}=' for name in keywords]
     return ' and '.join(given) or 'no arguments'
 

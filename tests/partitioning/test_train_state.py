@@ -253,7 +253,11 @@ ADAM, W = optax.adam(1e-3), {'w': jnp.ones(3), 'b': jnp.ones(2)}
             TypeError,
             r'params= and apply_fn=: write TrainState.create\(params, tx\), .* without other',
         ),
-        (lambda s: s.apply_gradients(grads=W), TypeError, r'got a dict of 2: .*\(grads, tx\)$'),
+        (
+            lambda s: s.apply_gradients(grads=W),
+            TypeError,
+            r'got a dict of 2 and no tx: .*\(grads, tx\)$',
+        ),
         (lambda s: s.apply_gradients(ADAM, W), TypeError, r'in this order: .*\(grads, tx\)$'),
         (
             lambda s: s.apply_gradients({'w': W['w']}, ADAM),

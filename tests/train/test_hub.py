@@ -92,15 +92,15 @@ def test_two_processes_that_cannot_reach_each_other_are_named(tmp_path):
     run = Run(hosts=['a', 'b', 'c'])
     run.hub._addresses = {'10.0.0.1': [0], '10.0.0.3': [2]}
     waiting = {'waits': True, 'quiet': 40.0}
-    elsewhere = {'10.0.0.9': 40.0, '10.0.0.3': 29.0}  # a store, and not yet for long
+    elsewhere = {'10.0.0.9': 40.0, '10.0.0.3': 15.0}  # a store, and not yet for long
     run.beat(1, unanswered=elsewhere, **waiting), run.beat(0), run.beat(2, **waiting)
     run.wait(1)
     assert run.heard(1) == []
-    run.beat(1, unanswered={'10.0.0.3': 31.0}, waits=True, quiet=31.0)
+    run.beat(1, unanswered={'10.0.0.3': 21.0}, waits=True, quiet=31.0)
     run.wait(1)
     [end] = run.heard(2)
     assert end['code'] == 75 and end['causes'] == [1, 2]
-    assert end['line'].startswith('process 1 on b has had no answer from process 2 on c for 31 s')
+    assert end['line'].startswith('process 1 on b has had no answer from process 2 on c for 21 s')
 
 
 TABLE = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt

@@ -235,7 +235,7 @@ class Hub:
         for index, seen in present.items():
             for address, seconds in seen.unanswered.items():
                 others = [i for i in self._addresses.get(address, ()) if i in present]
-                if others and min(seconds, seen.quiet) > limit:
+                if others and seen.quiet > limit and seconds > limit / 2:
                     line = no_answer(seen.name, present[others[0]].name, seconds, limit)
                     self.end(line, RESTARTABLE, [index, others[0]])
                     return True

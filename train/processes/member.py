@@ -144,7 +144,9 @@ class Member:
             cpu = time.process_time()
             if activity.signs != signs or starts:
                 signs, since = activity.signs, now
-            if not activity.is_waiting:
+            # Reading all connections of a host takes time, so short waits do not do it.
+            is_patient = activity.is_waiting and now - since > self.limits.heartbeat_seconds / 3
+            if not is_patient:
                 unanswered = UnansweredConnections()
             self._connection.send(
                 'beat',
@@ -152,7 +154,7 @@ class Member:
                 quiet=now - since,
                 waits=activity.is_waiting,
                 compiles=activity.is_compiling,
-                unanswered=unanswered.seconds(now) if activity.is_waiting else {},
+                unanswered=unanswered.seconds(now) if is_patient else {},
             )
             time.sleep(self.limits.beat_seconds)
 
