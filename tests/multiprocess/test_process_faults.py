@@ -73,18 +73,18 @@ def test_two_hosts_that_cannot_reach_each_other_end_the_run_and_are_named(tmp_pa
     """Process 0 reaches both, and all of them wait in a collective."""
 
     def cut(processes):
-        network.set_cable(1, 2, hosts.CUT)
-        network.set_cable(2, 1, hosts.CUT)
+        network.set_cable(2, 3, hosts.CUT)
+        network.set_cable(3, 2, hosts.CUT)
 
-    with hosts.Network(3, tmp_path) as network:
+    with hosts.Network(4, tmp_path) as network:
         settings = {'network': network, 'from_outside': cut, 'fault': 'from outside'}
-        sizes = {'devices': 1, 'mesh': 1, 'rows': 6, 'steps': STEPS, 'init': 60.0}
-        ending = faulty_runs.run(tmp_path / 'run', 3, 1, moment='step 3', **settings, **sizes)
-    assert ending.codes == [75, 75, 75], ending.texts
+        sizes = {'devices': 1, 'steps': STEPS, 'init': 60.0}
+        ending = faulty_runs.run(tmp_path / 'run', 4, 2, moment='step 3', **settings, **sizes)
+    assert ending.codes == [75] * 4, ending.texts
     for text in ending.texts:
         line = text.splitlines()[-1]
         assert 'has had no answer from process' in line
-        assert 'process 1 on host1' in line and 'process 2 on host2' in line
+        assert 'process 2 on host2' in line and 'process 3 on host3' in line
 
 
 @pytest.mark.long

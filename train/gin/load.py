@@ -219,7 +219,8 @@ def find_model(text: str, aliases: Aliases = NO_ALIASES) -> Any:
     Raises a ConfigError if the file is invalid.
     """
     configure(parse(text, 'config.gin'), aliases=aliases)
-    trainer = register('train.config.TrainConfig').wrapper
+    # By its name, because the file may have registered the class once more.
+    trainer = register('train.config.TrainConfig').selector
     settings = gin.get_bindings(trainer, resolve_references=False)
     # When gin copies a reference, it calls the function that the reference names.
     objective = copy.deepcopy(settings.get('objective'))
