@@ -211,8 +211,8 @@ def judge(trial: Trial, ending: Any) -> dict[str, Any]:
         for host, name, _ in trial.faults
         if name == 'cut off from the next'
     }
-    last = [text.splitlines()[-1] for text in ending.survivors(*victims) if text]
-    named = [any(f'process {i}' in line for i in culprits) for line in last]
+    last = ['\n'.join(text.splitlines()[-12:]) for text in ending.survivors(*victims) if text]
+    named = [any(f'process {i}' in lines for i in culprits) for lines in last]
     outcomes = set(expected.values())
     return {
         'codes': ending.codes,
@@ -220,7 +220,7 @@ def judge(trial: Trial, ending: Any) -> dict[str, Any]:
         'ended': None not in others and set(others) <= CODES,
         'as expected': EITHER in outcomes or went_on == (outcomes == {GOES_ON}),
         'named': went_on or all(named),
-        'says': last[:1],
+        'says': last[0].splitlines()[-1] if last else '',
     }
 
 

@@ -110,8 +110,12 @@ def check_seconds(**values: float) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, or its type if there is no message."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """Returns the first line of an error's message, or its type if there is no message.
+
+    The settings of an array, which TensorStore writes behind its messages, are left out.
+    """
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return line.partition(" [tensorstore_spec='")[0]
 
 
 def describe_error(error: Exception) -> str:

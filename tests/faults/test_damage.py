@@ -369,3 +369,11 @@ def test_a_file_that_another_process_renames_does_not_fail_a_save(folder):
     complete_step(epath.Path(folder / '10'), 10)
     written = json.loads((folder / '10/manifest.json').read_text())
     assert written['files'].keys() == files.keys()
+
+
+def test_a_step_whose_files_the_storage_has_lost_is_not_complete(tmp_path):
+    folder = epath.Path(tmp_path / '10')
+    folder.mkdir()
+    with pytest.raises(FileNotFoundError, match=r'10 has no files, although all were written$'):
+        complete_step(folder, 10)
+    assert list(folder.iterdir()) == []

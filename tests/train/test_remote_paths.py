@@ -18,6 +18,7 @@ import optax
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tensorstore
 import tokenizers
 from etils import epath
 from gin_fixtures import load_config
@@ -50,7 +51,7 @@ from train.data import (
     open_index,
     record,
 )
-from train.errors import ConfigError
+from train.errors import ConfigError, first_line
 from train.objectives import Loss, Objective
 from train.paths import absolute, as_path, is_remote
 from train.reporting import metric_files as appended_file, writers
@@ -78,6 +79,16 @@ def test_a_store_without_credentials_is_one_line():
     exceptions = pytest.importorskip('botocore.exceptions')
     assert explain(exceptions.NoCredentialsError()) == (
         'the store cannot be used: Unable to locate credentials'
+    )
+
+
+def test_the_line_of_an_error_of_tensorstore_has_not_all_its_settings(tmp_path):
+    with pytest.raises(ValueError) as caught:
+        tensorstore.open({'driver': 'zarr', 'kvstore': f'file://{tmp_path}/none/'}).result()
+    assert 'tensorstore_spec' in str(caught.value)
+    assert first_line(caught.value) == (
+        f'NOT_FOUND: Error opening "zarr" driver: Metadata at local file "{tmp_path}/none/.zarray" '
+        'does not exist'
     )
 
 

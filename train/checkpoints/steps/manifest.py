@@ -210,12 +210,14 @@ def record_file(path: epath.Path, *, durable: bool = False) -> FileRecord:
 def complete_step(folder: epath.Path, step: int) -> None:
     """Writes the manifest of a step, or this process's part of it, when its files are on the disk.
 
-    Orbax must have committed the folder of the step. Raises an OSError if a file cannot be read, or
-    the manifest cannot be written, and a TimeoutError if the part of another process is missing
-    after an hour.
+    Orbax must have committed the folder of the step. Raises an OSError if it has no files, because
+    the storage has lost them, if a file cannot be read, or if the manifest cannot be written, and a
+    TimeoutError if the part of another process is missing after an hour.
     """
     count, index = jax.process_count(), jax.process_index()
     names = sorted(find_files(folder))
+    if not names and index == 0:
+        raise FileNotFoundError(f'{folder} has no files, although all were written')
     files = _record_files(folder, names[index::count])
     if index:
         _write_atomically(_part(folder, index), json.dumps(files))
