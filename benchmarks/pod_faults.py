@@ -37,7 +37,7 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['JAX_DISABLE_MOST_OPTIMIZATIONS'] = '1'  # Compiling would take most of the time.
 
 import faulty_runs
-from hosts import CUT, Cable, Network, why_not
+from hosts import CUT, WHOLE, Cable, Network, why_not
 
 from benchmarks.campaigns import run_trials
 
@@ -78,7 +78,7 @@ def cut(seconds: float | None = None, **ways: bool) -> Callable[[Network, int, A
         network.isolate(host, CUT, **ways)
         if seconds is not None:
             time.sleep(seconds)
-            network.mend()
+            network.isolate(host, WHOLE, **ways)
 
     return happens
 
