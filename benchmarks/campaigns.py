@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 # The settings of a run that campaigns disturb; it trains on the files texts/*.txt of its folder.
 TINY_RUN = """
 include 'configs/runs/base.gin'
@@ -99,6 +101,15 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """Writes results by name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + '\n')
+
+
+def write_texts(folder: Path, count: int) -> None:
+    """Writes files of random numbers, on which TINY_RUN trains."""
+    rng = np.random.default_rng(0)
+    (folder / 'texts').mkdir()
+    for i in range(count):
+        text = ' '.join(map(str, rng.integers(0, 1000, 20_000)))
+        (folder / f'texts/{i}.txt').write_text(text)
 
 
 def start_run(command: list[str], folder: Path, cache: Path, **pipes: Any) -> Any:

@@ -32,10 +32,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from etils import epath
 
-from benchmarks.campaigns import TINY_RUN, run_trials, start_run
+from benchmarks.campaigns import TINY_RUN, run_trials, start_run, write_texts
 from train.checkpoints import complete_steps
 from train.checkpoints.orbax.files import read_orbax
 
@@ -63,7 +62,8 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        prepare(folder)
+        write_texts(folder, 400)
+        (folder / 'small.gin').write_text(CONFIG)
         expected = Expected(folder)
         drawn = trials(options.kills, options.signals, options.seed)
         works = (functools.partial(run_trial, folder, trial, expected) for trial in drawn)
@@ -96,16 +96,6 @@ def trials(kills: int, signals: int, seed: int) -> Iterator[dict[str, Any]]:
             'step': step,
             'share': share,
         }
-
-
-def prepare(folder: Path) -> None:
-    """Writes the texts and the configuration of all runs."""
-    (folder / 'texts').mkdir()
-    rng = np.random.default_rng(0)
-    for i in range(400):
-        text = ' '.join(map(str, rng.integers(0, 1000, 20_000)))
-        (folder / f'texts/{i}.txt').write_text(text)
-    (folder / 'small.gin').write_text(CONFIG)
 
 
 class Expected:

@@ -222,7 +222,7 @@ def sealed_again(path: Path, seal: Callable[[dict[str, Any]], str]) -> Iterator[
     yield
 
 
-# Models of Hugging Face.
+# Hugging Face models.
 
 
 def read_config_json(folder: Path, changed: Path) -> None:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.campaigns import TINY_RUN, start_run
+from benchmarks.campaigns import TINY_RUN, start_run, write_texts
 
 MESHES = ((8, 2), (8, 4), (4, 2), (4, 1), (2, 2), (8, 1))
 SECONDS_BETWEEN = 5.0
@@ -60,7 +60,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        prepare(folder)
+        write_texts(folder, 40)
+        (folder / 'soak.gin').write_text(CONFIG)
         half, rng = options.minutes * 30, random.Random(options.seed)
         whole = run(folder, *MESHES[0], half)
         print_growth(whole)
@@ -69,16 +70,6 @@ def main() -> None:
             mesh = rng.choice(MESHES)
             pieces.append((mesh, run(folder, *mesh, rng.uniform(60.0, 180.0))))
         print_pieces(whole, pieces)
-
-
-def prepare(folder: Path) -> None:
-    """Writes the text and the settings of the run."""
-    rng = random.Random(0)
-    (folder / 'texts').mkdir()
-    for i in range(40):
-        text = ' '.join(str(rng.randrange(1000)) for _ in range(20_000))
-        (folder / f'texts/{i}.txt').write_text(text)
-    (folder / 'soak.gin').write_text(CONFIG)
 
 
 def run(folder: Path, devices: int, model_axis: int, seconds: float) -> list[Sample]:

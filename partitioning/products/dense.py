@@ -196,9 +196,10 @@ def multiply(
         x = jax.lax.pcast(x, tuple(of_w - of_x), to='varying')
     if of_x - of_w:
         w = jax.lax.pcast(w, tuple(of_x - of_w), to='varying')
-    if rounding is not None:
-        return _multiply_rounded(letters, sharing, dtype, rounding, (x.dtype, w.dtype), x, w)
-    return _multiply(letters, sharing, dtype, x, w)
+    if rounding is None:
+        return _multiply(letters, sharing, dtype, x, w)
+    how = _HowRounded(letters, sharing, dtype, rounding, x.dtype, w.dtype)
+    return _multiply_rounded(how, x, w)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -231,61 +232,52 @@ def _backward(
 _multiply.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def _multiply_rounded(
-    letters: Equation,
-    sharing: Sharing | None,
-    dtype: Any,
-    rounding: Rounding,
-    dtypes: tuple[Any, Any],
-    x: jax.Array,
-    w: jax.Array,
-) -> jax.Array:
-    return _forward_rounded(letters, sharing, dtype, rounding, dtypes, x, w)[0]
+class _HowRounded(NamedTuple):
+    """How a product in 8 bits is computed: what is known when it is traced."""
+
+    letters: Equation
+    sharing: Sharing | None
+    gradient_dtype: Any
+    rounding: Rounding
+    x_dtype: Any
+    w_dtype: Any
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply_rounded(how: _HowRounded, x: jax.Array, w: jax.Array) -> jax.Array:
+    return _forward_rounded(how, x, w)[0]
 
 
 def _forward_rounded(
-    letters: Equation,
-    sharing: Sharing | None,
-    dtype: Any,
-    rounding: Rounding,
-    dtypes: tuple[Any, Any],
-    x: jax.Array,
-    w: jax.Array,
+    how: _HowRounded, x: jax.Array, w: jax.Array
 ) -> tuple[jax.Array, tuple[Rounded, Rounded]]:
-    rows, weights, result = letters
-    of_x = rounding.round(x, summed_dimensions(rows, result), gradient=False)
-    of_w = rounding.round(w.astype(x.dtype), summed_dimensions(weights, result), gradient=False)
-    gathered = _gather(letters, sharing, of_w.values)
+    (rows, weights, result), round = how.letters, how.rounding.round
+    of_x = round(x, summed_dimensions(rows, result), gradient=False)
+    of_w = round(w.astype(x.dtype), summed_dimensions(weights, result), gradient=False)
+    gathered = _gather(how.letters, how.sharing, of_w.values)
     y = multiply_values(f'{rows},{weights}->{result}', of_x.values, gathered)
     y *= spread(of_x.scale, rows, result) * spread(of_w.scale, weights, result)
     return y.astype(x.dtype), (of_x, of_w)
 
 
 def _backward_rounded(
-    letters: Equation,
-    sharing: Sharing | None,
-    dtype: Any,
-    rounding: Rounding,
-    dtypes: tuple[Any, Any],
-    saved: tuple[Rounded, Rounded],
-    dy: jax.Array,
+    how: _HowRounded, saved: tuple[Rounded, Rounded], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Multiplies the rounded arrays of the forward pass.
 
     Their scales vary along what these products sum over, so they multiply the gradient before it is
     rounded.
     """
-    (rows, weights, result), (of_x, of_w) = letters, saved
+    (rows, weights, result), sharing, (of_x, of_w) = how.letters, how.sharing, saved
     dy = dy.astype(jnp.float32)
     scaled = dy * spread(of_w.scale, weights, result)
-    of_dy = rounding.round(scaled, summed_dimensions(result, rows), gradient=True)
-    gathered = _gather(letters, sharing, of_w.values)
+    of_dy = how.rounding.round(scaled, summed_dimensions(result, rows), gradient=True)
+    gathered = _gather(how.letters, sharing, of_w.values)
     dx = multiply_values(f'{result},{weights}->{rows}', of_dy.values, gathered)
     dx *= spread(of_dy.scale, result, rows)
-    scaled = dy * spread(of_x.scale, rows, result)
-    dw = _gradient_of_weights(letters, sharing, dtype, of_x.values, scaled, rounding)
-    return dx.astype(dtypes[0]), dw.astype(dtypes[1])
+    scaled, dtype = dy * spread(of_x.scale, rows, result), how.gradient_dtype
+    dw = _gradient_of_weights(how.letters, sharing, dtype, of_x.values, scaled, how.rounding)
+    return dx.astype(how.x_dtype), dw.astype(how.w_dtype)
 
 
 _multiply_rounded.defvjp(_forward_rounded, _backward_rounded)

@@ -19,6 +19,7 @@ import struct
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 # From the headers of Linux: sched.h, if_tun.h and mount.h.
@@ -92,7 +93,9 @@ class Network:
         lines = [f'{address} host{i}\n' for i, address in enumerate(addresses)]
         names.write_text('127.0.0.1 localhost\n' + ''.join(lines))
         for address in addresses:
-            _in_a_thread(self._add_host, address)
+            # In a thread of its own, whose namespaces end with it.
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(self._add_host, address).result()
         self.hosts = [
             Host(
                 f'host{i}',
@@ -179,23 +182,6 @@ class Network:
     def _deliver(self, target, packet):
         with contextlib.suppress(BlockingIOError):  # A full queue loses packets, as a real one.
             os.write(self._interfaces[target], packet)
-
-
-def _in_a_thread(function, *arguments):
-    """Calls a function in a thread of its own, whose namespaces end with it."""
-    errors = []
-
-    def run():
-        try:
-            function(*arguments)
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
 
 
 def _check(result):

@@ -33,7 +33,7 @@ SECRET = 'a secret of this test'
 def run(monkeypatch):
     """Starts process 0 of 2 in a thread; process 1 joins when the test calls `join`."""
     monkeypatch.setenv('MESHWRIGHT_SECRET', SECRET)
-    monkeypatch.setattr(channel, '_start_member', lambda one, secret: one)
+    monkeypatch.setattr(channel, '_start_member', lambda one: one)
     said = []
     monkeypatch.setattr(channel, 'print_error', said.append)
     got = {}

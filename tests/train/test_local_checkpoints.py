@@ -21,7 +21,7 @@ from train.checkpoints.local.tier import LocalTier, partners_of, slots_of
 from train.checkpoints.steps.finding import examine
 from train.checkpoints.steps.verifying import verify
 from train.errors import ConfigError
-from train.processes import channel, peers
+from train.processes import peers
 
 HOSTS = ('a', 'b', 'c', 'd')
 
@@ -46,6 +46,9 @@ class Together:
 
     def addresses(self):
         return ('127.0.0.1', '127.0.0.1') if self.index else ('', '')
+
+    def secret_for(self, purpose):
+        return b'the secret of the test' + purpose
 
     def each(self, work):
         """Returns what the function returns in each process, given its index."""
@@ -80,7 +83,6 @@ def start(tmp_path, monkeypatch):
 
     def open_tiers(hosts=HOSTS, run='run', shared=False):
         together, current = Together(hosts), lambda: Together.current
-        monkeypatch.setattr(channel, '_secrets', [b'the secret of the test'])
         monkeypatch.setattr(peers, 'connected_member', current)
         monkeypatch.setattr(peers.socket, 'gethostname', lambda: hosts[current().index])
         monkeypatch.setattr(tier, 'gather', lambda *of: current().gather(*of))

@@ -58,7 +58,7 @@ class WindowMask(splash_attention_mask.Mask):
 
 
 LANES = 128  # the width of a TPU's vector registers: blocks are whole multiples of it
-_MEASURED = ('v5e', 'v5p', 'v6e', 'tpu7x')
+_CHIPS = ('v5e', 'v5p', 'v6e', 'tpu7x')
 _LARGEST = 2048
 # What a block costs besides its scores, in scores. Of the blocks of 1024 and 2048 that tokamax
 # 0.0.17 measured (data/autotuning), 1024 x 1024 are fastest for causal rows of 2,048 and 4,096
@@ -80,7 +80,7 @@ def choose_blocks(settings: AttentionSettings, length: int, window: int | None) 
     if settings.splash_blocks is not None:
         return settings.splash_blocks
     chip = chip_of(device_kind())
-    if chip is None or chip.name not in _MEASURED:
+    if chip is None or chip.name not in _CHIPS:
         return SplashBlocks()
     sizes = [n for n in range(LANES, min(length, _LARGEST) + 1, LANES) if length % n == 0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -158,20 +159,15 @@ class Checkpoints(CheckpointReader):
         """
         self.wait()
         self._postponed = False
-        scores = dict(scores or {})
-        self._check_metric(scores)
+        about = StepRecord(
+            step=step, pending=tuple(pending), scores=dict(scores or {}), texts=self.texts
+        )
+        self._check_metric(about.scores)
         try:
-            previous = self._newest_saved()
-            about = StepRecord(
-                step=step,
-                previous=previous,
-                pending=tuple(pending),
-                scores=scores,
-                texts=self.texts,
-            )
-            if self._make_room(about):
+            prepared = self._make_room(about)
+            if prepared is None:
                 return
-            self._start(about, self.tree(state))
+            self._start(prepared, self.tree(state))
         except Exception as error:  # Orbax and TensorStore raise many types.
             self._fail(step, error)
             return
@@ -216,23 +212,21 @@ class Checkpoints(CheckpointReader):
                 f'{", ".join(map(repr, found))}: write one of them'
             )
 
-    def _newest_saved(self) -> int | None:
-        newest = None
-        with raise_on_all_processes():
-            if jax.process_index() == 0:
-                newest = newest_saved(self.directory, self.prefix)
-        found: int | None = agree_on(newest)
-        return found
+    def _make_room(self, about: StepRecord) -> StepRecord | None:
+        """Prepares the folder for a step.
 
-    def _make_room(self, about: StepRecord) -> bool:
-        """Prepares the folder for a step, and returns whether the step is complete already.
+        Returns the record of the step, with the step before it, or None if it is complete already.
 
         Raises:
-          OSError: if the folder has been removed, or something else is in the place of the step.
+          OSError: if the folder cannot be listed or has been removed, or something else is in the
+            place of the step.
         """
         exists, path = False, self.path(about.step)
         with raise_on_all_processes():
             if jax.process_index() == 0:
+                about = dataclasses.replace(
+                    about, previous=newest_saved(self.directory, self.prefix)
+                )
                 self._check_directory()
                 exists = make_room(
                     path,
@@ -242,7 +236,8 @@ class Checkpoints(CheckpointReader):
                 )
                 if not exists:
                     unfinished_file(path).write_text(about.files()[record.FILE])
-        return bool(agree_on(exists))
+        exists, previous = agree_on([exists, about.previous])
+        return None if exists else dataclasses.replace(about, previous=previous)
 
     def check_writable(self) -> None:
         """Checks before the first save that the folder, if it exists, can be written.

@@ -44,10 +44,10 @@ def evaluate(arguments: Sequence[str], prog: str) -> int:
     options = parser.read(arguments)
 
     def command() -> None:
-        _find_run(options)
+        path = _find_run(options)
         from train.running.evaluation import evaluate
 
-        config, restore = _read_run(options)
+        config, restore = _read_run(options, path)
         evaluate(config, restore=restore, output_dir=f'{config.model_dir}/eval')
 
     return run_command(command, options)
@@ -65,7 +65,7 @@ def predict(arguments: Sequence[str], prog: str) -> int:
     options = parser.read(arguments)
 
     def command() -> None:
-        _find_run(options)
+        path = _find_run(options)
         import functools
 
         from train.decoding import beam_search, predict, sample
@@ -76,7 +76,7 @@ def predict(arguments: Sequence[str], prog: str) -> int:
             search = beam_search
         decode = functools.partial(predict, decode_fn=search, num_decodes=options.beams or 1)
         files = PredictionFiles(mode=options.mode, predict=decode, output_dir=options.output)
-        _evaluate_with(options, predict=files)
+        _evaluate_with(options, path, predict=files)
 
     return run_command(command, options)
 
@@ -92,20 +92,20 @@ def generate(arguments: Sequence[str], prog: str) -> int:
     options = parser.read(arguments)
 
     def command() -> None:
-        _find_run(options)
+        path = _find_run(options)
         from train.evaluators.samples import Samples
 
         samples = Samples(prompts=options.prompt, length=options.length, **_sampling(options))
-        _evaluate_with(options, samples=samples)
+        _evaluate_with(options, path, samples=samples)
 
     return run_command(command, options)
 
 
-def _evaluate_with(options: argparse.Namespace, **evaluators: Any) -> None:
+def _evaluate_with(options: argparse.Namespace, path: epath.Path, **evaluators: Any) -> None:
     """Runs evaluators on the checkpoint of a run, in place of the evaluators of the run."""
     from train.running.evaluation import evaluate
 
-    config, restore = _read_run(options)
+    config, restore = _read_run(options, path)
     changes = {'evaluators': evaluators, 'seed': options.seed}
     evaluate(dataclasses.replace(config, **changes), restore=restore)
 
@@ -159,9 +159,10 @@ def _find_run(options: argparse.Namespace) -> epath.Path:
     return path
 
 
-def _read_run(options: argparse.Namespace) -> tuple[TrainConfig, RestoreConfig | None]:
+def _read_run(
+    options: argparse.Namespace, path: epath.Path
+) -> tuple[TrainConfig, RestoreConfig | None]:
     """Returns the settings of a run, as if it were trained in its folder, and its checkpoint."""
-    path = _find_run(options)
     from train.gin.load import find_config
     from train.paths import file_of_run
 

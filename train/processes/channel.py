@@ -9,7 +9,6 @@ stay: they are the channel of `hub.py` and `member.py`.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import importlib.metadata
 import ipaddress
 import itertools
@@ -42,7 +41,6 @@ _SECONDS_BETWEEN_TRIES = 0.2
 # the others wait for it, so that its message arrives.
 _SECONDS_FOR_THE_MESSAGE = 5.0
 _members: list[Member] = []
-_secrets: list[bytes] = []  # the secret of the run that this process has joined
 
 
 def connected_member() -> Member:
@@ -58,11 +56,6 @@ def connected_member() -> Member:
 def current_member() -> Member | None:
     """This process as a member of its run, or None if it is alone or has not joined."""
     return _members[0] if _members else None
-
-
-def secret_for(purpose: bytes) -> bytes:
-    """A secret that the processes of the run share for other connections than the channel's."""
-    return hmac.digest(_secrets[0], purpose, 'sha256')
 
 
 def tick() -> None:
@@ -197,7 +190,7 @@ def _gather_all(door: Door, own: Message, limits: Limits) -> tuple[Member, int]:
     ours, theirs = (Connection(one) for one in socket.socketpair())
     hosts = {i: str(hello['host']) for i, hello in hellos.items()}
     Hub({0: theirs, **connections}, hosts, limits).start()
-    return _start_member(Member(ours, 0, count, limits), door.secret), ports[0]
+    return _start_member(Member(ours, 0, count, limits, door.secret)), ports[0]
 
 
 def _strangers(door: Door) -> str:
@@ -288,8 +281,8 @@ def _connect(
         refusal = NotTogether(line) if answer['restartable'] else Disagreement(line, details)
         note_raised_everywhere(refusal)
         raise refusal
-    one = Member(connection, int(hello['index']), int(hello['count']), limits)
-    return _start_member(one, secret), int(answer['port'])
+    one = Member(connection, int(hello['index']), int(hello['count']), limits, secret)
+    return _start_member(one), int(answer['port'])
 
 
 def _introduce(
@@ -329,9 +322,9 @@ def _is_open(host: str, port: int) -> bool:
     return False
 
 
-def _start_member(one: Member, secret: bytes) -> Member:
+def _start_member(one: Member) -> Member:
     one.start()
-    _members[:], _secrets[:] = [one], [secret]
+    _members[:] = [one]
     return one
 
 

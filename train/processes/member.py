@@ -7,6 +7,7 @@ many ticks it has passed, and each waits at its next one until the hub has answe
 
 from __future__ import annotations
 
+import hmac
 import os
 import sys
 import threading
@@ -34,8 +35,10 @@ SECONDS_FOR_THE_HUB = 3.0
 class Member:
     """One process of a run. `stacks` is the folder for its stacks if it is stuck."""
 
-    def __init__(self, connection: Connection, index: int, count: int, limits: Limits):
-        self.index, self.count, self.limits = index, count, limits
+    def __init__(
+        self, connection: Connection, index: int, count: int, limits: Limits, secret: bytes
+    ):
+        self.index, self.count, self.limits, self._secret = index, count, limits, secret
         self._start = current_activity()
         self.stacks: Any = '.'
         self._connection = connection
@@ -57,6 +60,10 @@ class Member:
     def addresses(self) -> tuple[str, str]:
         """The addresses of this process and of process 0 on the channel; empty in process 0."""
         return self._connection.addresses() or ('', '')
+
+    def secret_for(self, purpose: bytes) -> bytes:
+        """A secret that all processes share for other connections than the channel's."""
+        return hmac.digest(self._secret, purpose, 'sha256')
 
     # ---- the calls of the run, in its main thread
 

@@ -12,7 +12,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from train.processes.channel import connected_member, listen, secret_for
+from train.processes.channel import connected_member, listen
 from train.processes.door import Door
 from train.processes.wire import Connection, Message
 
@@ -34,7 +34,7 @@ class Peers:
 
     def __init__(self, answer: Answer):
         one = connected_member()
-        self.index, self._answer, self._secret = one.index, answer, secret_for(_PURPOSE)
+        self.index, self._answer, self._secret = one.index, answer, one.secret_for(_PURPOSE)
         own, self._process_0 = one.addresses()
         told = one.gather('the addresses of the processes', [socket.gethostname(), own])
         self.hosts: Sequence[str] = [str(host) for host, _ in told]

@@ -76,7 +76,7 @@ class LocalSteps(CheckpointReader):
         self._chosen: WholeStep | None = None
         self._indices, self._lock = dict[int, Index](), threading.Lock()
         self._told = set[tuple[int, int]]()  # the parts and processes of which damage was told
-        self._cache: collections.OrderedDict[tuple[int, int], Any] = collections.OrderedDict()
+        self._cache, self._cached_bytes = dict[tuple[int, int], Any](), 0  # the oldest first
 
     def newest_step(self, say: Callable[[str], None], below: int | None = None) -> int | None:
         """Chooses the newest whole step, or the next older one after it turned out damaged."""
@@ -138,7 +138,7 @@ class LocalSteps(CheckpointReader):
         self._forget()
 
     def _forget(self) -> None:
-        self._indices, self._cache = {}, collections.OrderedDict()
+        self._indices, self._cache, self._cached_bytes = {}, {}, 0
 
     @property
     def chosen(self) -> WholeStep:
@@ -202,9 +202,11 @@ class LocalSteps(CheckpointReader):
                 return data
         data = self._try_all(part, lambda holder: self._checked(holder, part, shard, size))
         with self._lock:
-            self._cache[place] = data
-            while sum(map(len, self._cache.values())) > _CACHE_BYTES:
-                self._cache.popitem(last=False)
+            if place not in self._cache:
+                self._cache[place] = data
+                self._cached_bytes += len(data)
+            while self._cached_bytes > _CACHE_BYTES:
+                self._cached_bytes -= len(self._cache.pop(next(iter(self._cache))))
         return data
 
     def _checked(self, holder: int, part: int, shard: Shard, size: int) -> Any:
