@@ -58,6 +58,8 @@ def main() -> None:
     parser.add_argument('--folder', type=Path, help='where the run is (a temporary folder)')
     parser.add_argument('--seed', type=int, default=0, help='of the moments and meshes (0)')
     options = parser.parse_args()
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         write_texts(folder, 40)

@@ -96,7 +96,9 @@ def test_a_run_from_python_says_that_its_learning_rate_changed(texts, tmp_path, 
     train(config)
     capsys.readouterr()
     train(dataclasses.replace(config, total_steps=4))
-    lines = [x for x in capsys.readouterr().out.splitlines() if ' -> ' in x]
+    said = capsys.readouterr().out
+    lines = [x for x in said.splitlines() if ' -> ' in x]
+    assert said.index(' -> ') < said.index('tracing the train step')
     assert lines == ['  TrainConfig.total_steps: 2 -> 4 (changes when the run ends)']
     changes = {'total_steps': 6, 'optimizer': optax.sgd(0.5), 'log_every': 3}
     train(dataclasses.replace(config, **changes))

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import gin
@@ -284,3 +285,13 @@ def test_a_forecast_says_what_it_is_of(forecast, tmp_path):
     assert (held['batch_size'], held['sequence_length']) == (8, 64)
     assert (held['commit'], held['modified']) == (commit, False)
     assert f'commit: {commit[:12]}' in (tmp_path / 'my out/forecast.html').read_text()
+
+
+def test_long_work_tells_a_file_what_it_does(monkeypatch, capfd):
+    monkeypatch.setattr(command, '_SECONDS_BETWEEN_LINES', 0.01)
+    with command.show_progress('v5p:4x4x4') as progress:
+        progress('compiling')
+        told, ends = '', time.monotonic() + 60.0
+        while 'v5p:4x4x4: compiling, ' not in told and time.monotonic() < ends:
+            told += capfd.readouterr().err
+    assert 'v5p:4x4x4: compiling, ' in told

@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from train.planning.forecasts import Subject
     from train.planning.machines import Machine
 
+_SECONDS_BETWEEN_LINES = 30.0  # in a file or a pipe
 _DESCRIPTION = """\
 Says whether the train step of a run fits into the memory of machines that you do not have, what its
 devices exchange, and how long a step takes. No data is opened, and nothing is trained:
@@ -175,7 +177,8 @@ def check_topologies(names: Sequence[str]) -> None:
 def show_progress(name: str) -> Iterator[Callable[[str], None]]:
     """Shows on standard error what is done for a machine. Yields what to call with each stage.
 
-    A file or a pipe gets one line, at the end. `name` is the machine.
+    A file or a pipe gets a line at the end, and one in each 30 seconds until then. `name` is the
+    machine.
     """
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -191,9 +194,20 @@ def show_progress(name: str) -> Iterator[Callable[[str], None]]:
         transient=True,
         disable=not console.is_terminal,
     )
-    task = bar.add_task(name)
-    with bar:
-        yield lambda text: bar.update(task, description=f'{name}: {text}')
+    task, ended = bar.add_task(name), threading.Event()
+
+    def report() -> None:
+        while not ended.wait(_SECONDS_BETWEEN_LINES):
+            past = format_seconds(time.monotonic() - started)
+            console.print(f'{bar.tasks[task].description}, {past}', style='dim', soft_wrap=True)
+
+    if not console.is_terminal:
+        threading.Thread(target=report, daemon=True).start()
+    try:
+        with bar:
+            yield lambda text: bar.update(task, description=f'{name}: {text}')
+    finally:
+        ended.set()
     seconds = format_seconds(time.monotonic() - started)
     console.print(f'{name}: {seconds}', style='dim', soft_wrap=True)
 

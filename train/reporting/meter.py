@@ -17,7 +17,7 @@ from train.processes.activity import wait_for_devices
 from train.processes.launching.spares import seconds_as_process, seconds_since_loss
 from train.reporting.reports import format_seconds
 
-_WORTH_NAMING = 0.05  # seconds
+_WORTH_NAMING = 0.03  # of the time to the first step
 
 # When the process began that a command runs in, on the clock of `time.perf_counter`. A program of
 # someone's own that calls the trainer has its own beginning.
@@ -49,11 +49,11 @@ class StartClock:
         if self._lost_at is not None:
             parts, began = {'ending the others': began - self._lost_at, **parts}, self._lost_at
         total = time.perf_counter() - began
-        rest = total - sum(parts.values())
+        longest = {n: s for n, s in parts.items() if s > _WORTH_NAMING * total}
+        rest = total - sum(longest.values())
         shown = [
             f'{name} {format_seconds(seconds)}'
-            for name, seconds in {**parts, 'the rest': rest}.items()
-            if seconds > _WORTH_NAMING
+            for name, seconds in {**longest, 'the rest': rest}.items()
         ]
         metrics = {f'start/seconds_{n.replace(" ", "_")}': s for n, s in parts.items() if s}
         line = f'first step after {format_seconds(total)}'

@@ -12,7 +12,7 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from etils import epath
@@ -162,8 +162,14 @@ def write_settings(folder: epath.Path, settings: Mapping[str, str]) -> None:
         unfinished.write_text(json.dumps(dict(settings), indent=1) + '\n')
 
 
-def describe_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def describe_changes(
+    before: Mapping[str, str], now: Mapping[str, str], names: Collection[str] | None = None
+) -> list[str]:
     """Says which settings of a run changed, and which of them matter to the result.
+
+    Args:
+      before, now: the settings by name.
+      names: the settings to compare; by default, all.
 
     Returns:
       A line for each setting, those that change the result first, under a heading; or nothing.
@@ -174,7 +180,7 @@ def describe_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[
     for name in dict.fromkeys((*before, *now)):
         old, new = before.get(name, 'not set'), now.get(name, 'not set')
         effect = effect_of(name, {**before, **now})
-        if old != new and effect != 'told':
+        if old != new and effect != 'told' and (names is None or name in names):
             changed.append((effect, name, f'{_short(old)} -> {_short(new)}'))
     if not changed:
         return []

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
+from etils import epath
 
 from partitioning import TrainState
 from train.checkpoints import Checkpoints, DamagedCheckpoint
@@ -219,12 +220,34 @@ def open_feed(run: Run, start: Start) -> Feed:
     )
 
 
-def write_run_files(run: Run, data_after: int = 0, *, resumes: bool = False) -> dict[str, str]:
+def settings_before(run: Run, start: Start) -> dict[str, str]:
+    """The settings with which a run was last started, or nothing if this one does not resume it."""
+    if jax.process_index() != 0 or start.restored is None or not start.source.is_of_run:
+        return {}
+    return read_settings(run.directory, _description(run.directory)[0])
+
+
+def tell_changes(
+    run: Run, before: Mapping[str, str], told: Collection[str] | None = None
+) -> frozenset[str]:
+    """Says which settings of a run that resumes have changed.
+
+    gin knows the settings of evaluators and writers only when these are opened. So the first call
+    leaves out the settings that nothing has used yet, and the second one those that were `told`.
+    Returns the names of all settings that have been used.
+    """
+    now = settings_of(run.config, closures=True)
+    names = now.keys() if told is None else (before.keys() | now.keys()).difference(told)
+    for line in describe_changes(before, now, names):
+        run.console.say(line)
+    return frozenset(now)
+
+
+def write_run_files(run: Run, data_after: int = 0) -> dict[str, str]:
     """Creates the folder of a run, and writes its configuration, layout and data record.
 
     Returns the files that each checkpoint contains, too, by name. Other processes than 0 need none.
-    If the run resumes, it says which settings changed. Raises a ConfigError if the folder cannot be
-    written.
+    Raises a ConfigError if the folder cannot be written.
     """
     folder, plan = run.directory, run.plan
     with (
@@ -234,17 +257,10 @@ def write_run_files(run: Run, data_after: int = 0, *, resumes: bool = False) -> 
         folder.mkdir(parents=True, exist_ok=True)
         if jax.process_index() != 0:
             return {}
-        # What T5X has written into its folder stays as it is.
-        ours = (folder / record.FILE).exists() or not t5x_steps(folder)
-        config, info = (
-            folder / (name if ours and not (folder / beside(name)).exists() else beside(name))
-            for name in ('config.gin', 'model-info.txt')
-        )
-        now = settings_of(run.config, closures=True)
-        before = read_settings(folder, config) if resumes else {}
+        config, info = _description(folder)
         write_gin_text(folder, config.name)
         if not config.exists():
-            write_settings(folder, now)
+            write_settings(folder, settings_of(run.config, closures=True))
         compiled = '\n'.join(describe_options(plan.compiler_options))
         text = f'{run.audit}\n\n{describe_variables(plan.rows)}'
         with replacing(info) as unfinished:
@@ -252,7 +268,15 @@ def write_run_files(run: Run, data_after: int = 0, *, resumes: bool = False) -> 
         with replacing(folder / 'plan.json') as unfinished:
             plan.save(unfinished)
         record.write_record(folder, run.record | {record.STARTS_AFTER: data_after})
-        for line in describe_changes(before, now):
-            run.console.say(line)
         paths = {'config.gin': config} | {n: folder / n for n in ('plan.json', record.FILE)}
         return {name: path.read_text() for name, path in paths.items() if path.exists()}
+
+
+def _description(folder: epath.Path) -> tuple[epath.Path, epath.Path]:
+    """The files of a run's settings and layout. What T5X has written into its folder stays."""
+    ours = (folder / record.FILE).exists() or not t5x_steps(folder)
+    config, info = (
+        folder / (name if ours and not (folder / beside(name)).exists() else beside(name))
+        for name in ('config.gin', 'model-info.txt')
+    )
+    return config, info

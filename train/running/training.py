@@ -51,6 +51,8 @@ from train.running.start import (
     open_feed,
     restore_state,
     roll_back,
+    settings_before,
+    tell_changes,
     write_run_files,
 )
 from train.running.steps import Metrics, RecordedMetrics
@@ -112,6 +114,8 @@ def _train(
     start = find_start(prepared, saved)
     run = prepared.from_step(start.step)
     report_run(run)
+    before = settings_before(run, start)
+    told = tell_changes(run, before)
 
     # ---- steps: compiled once, before anything is written, while the rest is opened and read
     with Compilation(run, start) as compilation:
@@ -124,12 +128,12 @@ def _train(
     # ---- state: restored, or created on its devices
     if held is not None:
         held.check()
-    resumes = start.source.is_of_run and start.restored is not None
-    saved.texts = write_run_files(run, start.data_after, resumes=resumes)
+    tell_changes(run, before, told)
+    saved.texts = write_run_files(run, start.data_after)
     saved.check_writable()
     if programs.init is None:
         state = cast(TrainState, restored)
-        verb = 'resumed' if resumes else 'restored'
+        verb = 'resumed' if start.source.is_of_run else 'restored'
         console.say(f'{verb} from {start.source.origin(start.restored or 0)}', style='bold')
     else:
         state = programs.init(run.key)
