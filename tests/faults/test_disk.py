@@ -5,6 +5,7 @@ then stores what fits, and fails, as on a full disk.
 """
 
 import dataclasses
+import re
 import shutil
 import subprocess
 import time
@@ -206,6 +207,8 @@ def test_a_disk_that_fills_up_and_one_that_becomes_read_only(small_disk, capsys)
     with pytest.raises(ConfigError, match=r'cannot be saved .*No space left on device') as error:
         train(large(small_disk, **settings))
     assert '\n' not in str(error.value)
+    told = re.search(r'have (\S+) kB in memory, and the disk has (\S+) kB left', str(error.value))
+    assert told is not None and float(told[2]) < float(told[1])
     steps = complete_steps(small_disk / 'checkpoints')
     assert 1 < len(steps) < 50
     assert_good(small_disk, steps)

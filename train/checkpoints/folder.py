@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
+import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 from etils import epath
 
+from partitioning.amounts import bytes_strs
 from train.checkpoints.arrays.stored import is_floating
 from train.checkpoints.config import CheckpointConfig, RestoreConfig
 from train.checkpoints.reading import CheckpointReader
@@ -70,6 +73,7 @@ class Checkpoints(CheckpointReader):
         self._saving: threading.Thread | None = None
         self._postponed = self._has_directory = False
         self._failure: FailedSave | None = None
+        self._num_bytes = 0  # of the arrays of a checkpoint
         # Steps whose files have the right names and sizes, but damaged contents.
         self._found_damaged = set[int]()
 
@@ -167,7 +171,9 @@ class Checkpoints(CheckpointReader):
             prepared = self._make_room(about)
             if prepared is None:
                 return
-            self._start(prepared, self.tree(state))
+            tree = self.tree(state)
+            self._num_bytes = sum(array.nbytes for array in jax.tree.leaves(tree))
+            self._start(prepared, tree)
         except Exception as error:  # Orbax and TensorStore raise many types.
             self._fail(step, error)
             return
@@ -313,17 +319,23 @@ class Checkpoints(CheckpointReader):
 
     def _fail(self, step: int, error: Exception) -> None:
         """Records the error for `failure`, and frees the space that the save has taken."""
-        self._failure = FailedSave(
-            f'checkpoint {self.path(step)} cannot be saved ({describe_error(error)})'
-        )
+        reason = describe_error(error)
+        if not isinstance(error, FileExistsError):
+            self._writer = None  # Its state is unknown.
+            if jax.process_index() == 0 and not is_remote(self.directory):
+                remove_failed(self.path(step))
+                if os.strerror(errno.ENOSPC) in reason:
+                    reason += f': {self._describe_space()}'
+        self._failure = FailedSave(f'checkpoint {self.path(step)} cannot be saved ({reason})')
         self._failure.__cause__ = error
-        if isinstance(error, FileExistsError):
-            return
-        self._writer = None  # Its state is unknown.
-        if jax.process_index() == 0 and not is_remote(self.directory):
-            remove_failed(self.path(step))
-        if self._config.on_failure == 'stop':
+        if self._config.on_failure == 'stop' and not isinstance(error, FileExistsError):
             end_all_processes(self._failure)
+
+    def _describe_space(self) -> str:
+        """What a checkpoint needs, and what its disk has left without it."""
+        left = shutil.disk_usage(self.directory).free
+        needed, free = bytes_strs(self._num_bytes, left)
+        return f'its arrays have {needed} in memory, and the disk has {free} left without them'
 
 
 # Which steps are kept.
