@@ -20,7 +20,15 @@ ROOT = Path(__file__).parents[1]
 # From the ground up. Rooms on the same floor do not import each other.
 FLOORS = {
     'partitioning': [
-        {'amounts', 'lazy_names', 'library_files', 'spelling', 'untrusted_text', 'values'},
+        {
+            'amounts',
+            'lazy_names',
+            'library_files',
+            'short_help',
+            'spelling',
+            'untrusted_text',
+            'values',
+        },
         {'command_line', 'rules'},
         {'hardware', 'tracebacks'},
         {'constraints', 'layout', 'mesh'},

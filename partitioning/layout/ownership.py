@@ -22,6 +22,7 @@ from partitioning.rules import (
     num_shards,
     sizes_that_fit,
 )
+from partitioning.short_help import ShortHelp
 from partitioning.values import value_str
 
 # The mesh axes of each dimension of an array.
@@ -162,7 +163,7 @@ def _by_process(devices: Iterable[Any], numbers: np.ndarray) -> dict[int, tuple[
 
 
 @dataclasses.dataclass(frozen=True)
-class DataLayout:
+class DataLayout(metaclass=ShortHelp):
     """The part of the batch that one process reads, which T5X calls its shard.
 
     `row_indices` is correct on every mesh. A reader that uses only `shard_id` and `num_shards`, as

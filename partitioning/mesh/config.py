@@ -42,13 +42,14 @@ from partitioning.mesh.validation import (
     show_sizes,
 )
 from partitioning.rules import nearest
+from partitioning.short_help import ShortHelp
 
 _LOGGER = logging.getLogger(__name__)
 Order = Literal['best', 't5x']
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class MeshConfig:
+class MeshConfig(metaclass=ShortHelp):
     """A mesh, described by its axes and the machine that it is for.
 
     The constructor raises errors for settings that contradict each other, without using devices.

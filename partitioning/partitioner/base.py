@@ -5,16 +5,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Unpack
 
 from jax.sharding import Mesh, PartitionSpec
 
 from partitioning.layout import (
     DataLayout,
-    Indivisible,
     LocalChunker,
-    LocalChunkInfo,
     data_layout,
     global_to_local,
     local_to_global,
@@ -33,25 +31,21 @@ from partitioning.partitioner.steps import Step, TrainingSetup, check_step_is_se
 from partitioning.partitioner.t5x_settings import (
     MISSING,
     MeshSettings,
+    Positions,
     check_settings,
     decide_shape,
     settings_of,
 )
 from partitioning.plan import Plan
-from partitioning.programs.partitioned_function import (
-    CompiledPartitionedCallable,
-    PartitionedCallable,
-)
+from partitioning.programs.partitioned_function import PartitionedCallable
 from partitioning.programs.trace_log import check_init
 from partitioning.rules import (
     LogicalAxisRules,
     MeshAxes,
     PaddedSpec,
     as_tuple,
-    boundary_spec,
     check_axes,
     is_count,
-    num_shards,
     spec_str,
 )
 from partitioning.state import unbox
@@ -130,11 +124,6 @@ class BasePartitioner(PartitionerObject):
         check_axes(axes, self.mesh, 'the batch')
         return axes
 
-    @property
-    def data_mesh_size(self) -> int:
-        """The number of devices that the batch is sharded over, 4 for data 4 x model 2."""
-        return num_shards(self._data_axes, self.mesh)
-
     def get_data_layout(
         self, batch_size: int | None = None, host_index: int | None = None
     ) -> DataLayout:
@@ -144,12 +133,10 @@ class BasePartitioner(PartitionerObject):
 
     @hide_own_frames
     def to_global(self, local_batch: Any, batch_size: int | None = None, spec: Any = None) -> Any:
-        """The rows that each process has read, as sharded global arrays.
+        """A batch as global arrays, of scalars and of the rows that each process has read.
 
-        `local_batch` is a pytree of scalars and arrays [local rows, ...], with the rows of
-        `get_data_layout(batch_size).row_indices` in that order. Several processes have to give
-        `batch_size`. `spec` is a PartitionSpec, or a tree of them, by default
-        `data_partition_spec`. On CPU, do not write to the numpy arrays again: memory is shared.
+        The rows are those of `get_data_layout(batch_size)`, which several processes have to give.
+        `spec` may be a tree. On CPU, do not write to the numpy arrays again: memory is shared.
         """
         if isinstance(local_batch, int) and batch_size is not None and not is_count(batch_size):
             raise ValueError(
@@ -174,34 +161,13 @@ class BasePartitioner(PartitionerObject):
         """The rows of global arrays that this process holds, as numpy arrays."""
         return global_to_local(global_batch)
 
-    def get_local_chunk_info(
-        self,
-        global_shape: Sequence[int],
-        mesh_axes: Sequence[MeshAxes],
-        on_indivisible: Indivisible = 'error',
-    ) -> LocalChunkInfo:
-        """The one chunk of an array that this process holds; see `LocalChunker`."""
-        spec = boundary_spec(mesh_axes)
-        return self._local_chunker.get_local_chunk_info(global_shape, spec, on_indivisible)
-
-    def get_local_chunks(
-        self,
-        global_shape: Sequence[int],
-        mesh_axes: Sequence[MeshAxes],
-        on_indivisible: Indivisible = 'error',
-    ) -> tuple[LocalChunkInfo, ...]:
-        """Every chunk of an array that this process holds; see `LocalChunker`."""
-        spec = boundary_spec(mesh_axes)
-        return self._local_chunker.get_local_chunks(global_shape, spec, on_indivisible)
-
     # The train state.
 
     @hide_own_frames
     def plan(self, init_or_state: Any, /, *args: Any) -> Plan:
-        """The plan of a state that exists, or that a function makes of `args`.
+        """The plan of a state, or of what an init function makes of `args`; both may be abstract.
 
-        The state and `args` may be abstract, and `args` are replicated. Parameters carry names,
-        unless the layout needs none; states that were planned here may have lost them.
+        Parameters carry names, unless the layout needs none or the state was planned here before.
         """
         if not is_init_function(init_or_state, args):
             check_only_arrays(unbox(init_or_state), 'the state', 'holds', abstract=True)
@@ -230,19 +196,17 @@ class BasePartitioner(PartitionerObject):
         /,
         *args: Any,
         data_spec: Any = None,
-        static_argnums: int | Sequence[int] = (),
+        static_argnums: Positions = (),
         donate: bool = True,
     ) -> TrainingSetup:
-        """The state, the step and the layout of the batch, from the functions of a program.
+        """`plan`, `init` and `partition` in one call, for a state and a step.
 
         Args:
           init_or_state, *args: as for `plan`. A state is moved: do not use it afterwards.
           train_step: maps (state, batch, ...) to the new state, or to a tuple that begins with it.
             Random keys and scalars may stand before the batch.
-          data_spec: the layout of the batch, by default `data_partition_spec`: a PartitionSpec,
-            such as P(None, 'data') for [steps, rows, ...], or a tree of them.
-          static_argnums: the positions of constants of `train_step`, such as a bool.
-          donate: whether the step reuses the buffers of the old state for the new one.
+          data_spec: the spec of the batch, such as P(None, 'data') for [steps, rows], or a tree.
+          static_argnums, donate: as in `jax.jit`; donate=False keeps the old state.
         """
         step_name = getattr(train_step, '__name__', 'train_step')
         if is_init_function(init_or_state, args):
@@ -266,11 +230,6 @@ class BasePartitioner(PartitionerObject):
         return TrainingSetup(state, step, spec)
 
     @hide_own_frames
-    def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
-        """Makes the state of an init function in its shards: `plan(init_fn, *args).init(*args)`."""
-        return self.plan(init_fn, *args).init(*args)
-
-    @hide_own_frames
     def eval_shape(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`jax.eval_shape` inside the mesh and the rules; the result keeps its boxes and names."""
         return trace_init(fn, self.mesh, self.logical_axis_rules, args)[0]
@@ -287,9 +246,3 @@ class BasePartitioner(PartitionerObject):
         **settings: Any,
     ) -> PartitionedCallable:
         """Partitions a function over the mesh; see `PjitPartitioner.partition`."""
-
-    @abc.abstractmethod
-    def compile(
-        self, partitioned_fn: PartitionedCallable, *args: Any, **settings: Any
-    ) -> CompiledPartitionedCallable:
-        """Compiles a partitioned function ahead of time; see `PjitPartitioner.compile`."""

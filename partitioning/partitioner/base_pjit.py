@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from jax.sharding import Mesh
@@ -14,7 +14,7 @@ from partitioning.layout import LocalChunker
 from partitioning.mesh import MeshConfig
 from partitioning.partitioner.base import BasePartitioner
 from partitioning.partitioner.keyword_hints import explain_keywords
-from partitioning.partitioner.t5x_settings import MISSING, either_name
+from partitioning.partitioner.t5x_settings import MISSING, Positions, either_name
 from partitioning.plan import Plan
 from partitioning.programs.boundary import PartitionSettings
 from partitioning.programs.partitioned_function import (
@@ -24,6 +24,8 @@ from partitioning.programs.partitioned_function import (
 )
 from partitioning.programs.trace_log import OnRecompile
 from partitioning.rules import LogicalAxisRules, check_has_devices
+
+CompilerOptions = Mapping[str, OptionValue] | None
 
 
 class BasePjitPartitioner(BasePartitioner):
@@ -61,22 +63,19 @@ class BasePjitPartitioner(BasePartitioner):
         fn: Callable[..., Any],
         in_shardings: Any = MISSING,
         out_shardings: Any = MISSING,
-        static_argnums: int | Sequence[int] = (),
-        donate_argnums: int | Sequence[int] = (),
+        static_argnums: Positions = (),
+        donate_argnums: Positions = (),
         *,
         on_recompile: OnRecompile = 'allow',
-        compiler_options: Mapping[str, OptionValue] | None = None,
+        compiler_options: CompilerOptions = None,
         in_axis_resources: Any = MISSING,
         out_axis_resources: Any = MISSING,
     ) -> PartitionedCallable:
-        """Partitions a function over the mesh, as `jax.jit` does with shardings.
+        """`jax.jit` over the mesh: `fn` as a function of global arrays.
 
-        Args:
-          in_shardings: for each argument that is not static a tree, or a prefix of one, of
-            PartitionSpecs, Shardings or None, which replicates. UNCONSTRAINED keeps what is there.
-          out_shardings: the same for the result; XLA lays out UNCONSTRAINED dimensions.
-          on_recompile: 'error' says which argument changed, and does not compile a second time.
-          in_axis_resources, out_axis_resources: T5X's names of the shardings.
+        For each argument that is not static, and for the result, shardings are a tree or a prefix
+        of one: PartitionSpecs, Shardings or None, which replicates. UNCONSTRAINED leaves dimensions
+        as they are. on_recompile='error' refuses a second compilation, and says what changed.
         """
         ins = either_name('in_shardings', in_shardings, 'in_axis_resources', in_axis_resources)
         outs = either_name('out_shardings', out_shardings, 'out_axis_resources', out_axis_resources)
@@ -103,9 +102,8 @@ class BasePjitPartitioner(BasePartitioner):
         self,
         partitioned_fn: PartitionedCallable,
         *args: Any,
-        compiler_options: Mapping[str, OptionValue] | None = None,
+        compiler_options: CompilerOptions = None,
     ) -> CompiledPartitionedCallable:
-        """Compiles a partitioned function ahead of time, for arrays or ShapeDtypeStructs."""
         check_has_devices(self.mesh, 'compile')
         options: Any = check_options(compiler_options)
         if not hasattr(partitioned_fn, 'lower'):

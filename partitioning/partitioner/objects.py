@@ -5,31 +5,56 @@ from __future__ import annotations
 import abc
 import functools
 import textwrap
-from collections.abc import Collection
-from typing import Any, Self
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Self, Unpack
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from partitioning.layout import host_local_array_to_global_array
+from partitioning.layout import (
+    Indivisible,
+    LocalChunkInfo,
+    host_local_array_to_global_array,
+)
 from partitioning.mesh import MeshConfig, describe_devices
-from partitioning.partitioner.settings import AnyMesh
-from partitioning.partitioner.t5x_settings import T5xSetting
+from partitioning.partitioner.settings import AnyMesh, MeshSetting, by_partition_rules
+from partitioning.partitioner.t5x_settings import T5xSetting, T5xSettings
+from partitioning.plan import PartitionRules
 from partitioning.programs.boundary import to_shardings
-from partitioning.rules import check_has_devices, describe_axes
+from partitioning.programs.partitioned_function import (
+    CompiledPartitionedCallable,
+    PartitionedCallable,
+)
+from partitioning.rules import (
+    MeshAxes,
+    boundary_spec,
+    check_has_devices,
+    describe_axes,
+    num_shards,
+)
+from partitioning.short_help import ShortHelp
 from partitioning.state import get_logical_axes
+from partitioning.tracebacks import hide_own_frames
 
 
-class ShortHelp(abc.ABCMeta):
-    """Leaves T5X's names and the names of Python's protocols out of the `help` of a class."""
+class PartitionerHelp(ShortHelp):
+    """Leaves the names of other systems out, too: `NamesOfOthers` has them."""
 
     def __dir__(cls) -> list[str]:
-        hidden = {} if cls is T5xNames else vars(T5xNames)
-        return [n for n in super().__dir__() if n not in hidden and not n.startswith('__')]
+        hidden = {} if cls is NamesOfOthers else vars(NamesOfOthers)
+        return [name for name in super().__dir__() if name not in hidden]
 
 
-class T5xNames(metaclass=ShortHelp):
-    """What programs of T5X call by other names, or what a mesh and a layout make needless."""
+class NamesOfOthers(metaclass=PartitionerHelp):
+    """What T5X and EasyLM call by other names, and what other objects can do without them.
+
+    Attributes:
+      data_mesh_size: the number of devices that the batch is sharded over, 4 for data 4 x model 2.
+      data_shards: the number of chunks into which the processes divide the batch.
+      data_shard_id: the number of the chunk that this process reads.
+      params_on_devices: whether parameters live on the devices from the start.
+      use_shardy_partitioner: whether JAX partitions programs with Shardy.
+    """
 
     _num_partitions = T5xSetting()
     _model_parallel_submesh = T5xSetting()
@@ -37,6 +62,24 @@ class T5xNames(metaclass=ShortHelp):
     _ici_mesh_shape = T5xSetting()
     _dcn_mesh_shape = T5xSetting()
     _params_on_devices: bool
+
+    @classmethod
+    def from_partition_rules(
+        cls: Any, rules: PartitionRules, mesh: MeshSetting | None = None, **t5x: Unpack[T5xSettings]
+    ) -> Any:
+        """As in EasyLM: `cls(mesh, layout=rules)`, also with tuples in place of PartitionSpecs."""
+        return cls(mesh, by_partition_rules(rules), **t5x)
+
+    @hide_own_frames
+    def init(self: Any, init_fn: Callable[..., Any], *args: Any) -> Any:
+        """The state of an init function, in its shards: `plan(init_fn, *args).init(*args)`."""
+        return self.plan(init_fn, *args).init(*args)
+
+    @abc.abstractmethod
+    def compile(
+        self, partitioned_fn: PartitionedCallable, *args: Any, **settings: Any
+    ) -> CompiledPartitionedCallable:
+        """`partitioned_fn.lower(*args).compile(...)`, which checks the memory of the devices."""
 
     def get_mesh_axes(self: Any, train_state: Any) -> Any:
         """The state with a PartitionSpec for every array: `plan(state).specs`."""
@@ -47,6 +90,11 @@ class T5xNames(metaclass=ShortHelp):
         return get_logical_axes(train_state)
 
     @property
+    def data_mesh_size(self: Any) -> int:
+        """The number of devices that the batch is sharded over, 4 for data 4 x model 2."""
+        return num_shards(self._data_axes, self.mesh)
+
+    @property
     def data_shards(self: Any) -> int:
         """The number of chunks into which the processes divide the batch."""
         return self._local_chunker.get_num_shards(self._data_axes)
@@ -55,6 +103,26 @@ class T5xNames(metaclass=ShortHelp):
     def data_shard_id(self: Any) -> int:
         """The number of the chunk that this process reads."""
         return self._local_chunker.get_shard_id(self._data_axes)
+
+    def get_local_chunk_info(
+        self: Any,
+        global_shape: Sequence[int],
+        mesh_axes: Sequence[MeshAxes],
+        on_indivisible: Indivisible = 'error',
+    ) -> LocalChunkInfo:
+        """The one chunk of an array that this process holds; see `LocalChunker`."""
+        spec = boundary_spec(mesh_axes)
+        return self._local_chunker.get_local_chunk_info(global_shape, spec, on_indivisible)
+
+    def get_local_chunks(
+        self: Any,
+        global_shape: Sequence[int],
+        mesh_axes: Sequence[MeshAxes],
+        on_indivisible: Indivisible = 'error',
+    ) -> tuple[LocalChunkInfo, ...]:
+        """Every chunk of an array that this process holds; see `LocalChunker`."""
+        spec = boundary_spec(mesh_axes)
+        return self._local_chunker.get_local_chunks(global_shape, spec, on_indivisible)
 
     @property
     def use_shardy_partitioner(self) -> bool:
@@ -78,7 +146,7 @@ class T5xNames(metaclass=ShortHelp):
         return jax.device_put(train_state, to_shardings(train_state_axes, self.mesh))
 
 
-class PartitionerObject(T5xNames):
+class PartitionerObject(NamesOfOthers):
     """The behaviour of a partitioner as a Python object: its attributes, repr, and copies."""
 
     _mesh_source: AnyMesh
@@ -105,7 +173,7 @@ class PartitionerObject(T5xNames):
         super().__init_subclass__(**kwargs)
         cls._cached_properties = frozenset(
             name
-            for name in dir(cls)
+            for name in {name for base in cls.__mro__ for name in vars(base)}
             if isinstance(getattr(cls, name, None), functools.cached_property)
         )
 

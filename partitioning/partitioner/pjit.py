@@ -26,7 +26,6 @@ from partitioning.partitioner.settings import (
     LayoutSetting,
     LaysOutStates,
     MeshSetting,
-    by_partition_rules,
     default_mesh_of,
     read_mesh,
     read_parts,
@@ -41,7 +40,6 @@ from partitioning.partitioner.t5x_settings import (
 from partitioning.plan import (
     Audit,
     Finding,
-    PartitionRules,
     Plan,
     RuleSet,
     build_plan,
@@ -74,19 +72,18 @@ class PjitPartitioner(BasePjitPartitioner):
       for batch in batches:
         state, metrics = step(state, partitioner.to_global(batch))
 
-    `setup` is `plan`, `init` and `partition` in one call. `audit` and `lint` say what the layout
-    costs and what is suspicious. T5X's methods that are not listed are in `T5xNames`.
-
     Args:
       mesh: a jax Mesh or AbstractMesh, a MeshConfig, the sizes of its axes, of which one may be -1,
         or a described machine, 'v5p:4x4x4' or a Topology, with all devices on the axis 'data'.
       layout: logical axis rules, by default `standard_logical_axis_rules`; 'fsdp', which shards
         every array over all devices, or 'data_parallel'; (regular expression on paths,
         PartitionSpec) pairs; a Plan; or a ShardingPlan. Only rules need a `mesh`.
-      **t5x: T5X's arguments, for programs of T5X; see `T5xSettings`.
+      **t5x: T5X's arguments; see `T5xSettings`. T5X's other methods are in `NamesOfOthers`.
 
-    Raises:
-      ValueError: if a setting is malformed, or if two settings contradict each other.
+    Attributes:
+      mesh, logical_axis_rules: the jax Mesh, and the rules under which functions are traced.
+      data_partition_spec, padded_data_partition_spec: the spec of the rows of a batch, and the same
+        for numbers of rows that its axes do not divide, which XLA pads inside a function.
     """
 
     @hide_own_frames
@@ -102,16 +99,6 @@ class PjitPartitioner(BasePjitPartitioner):
         if mesh is None and not decide_shape(t5x):
             mesh = default_mesh_of(self._layout)
         super().__init__(mesh, **of_mesh(t5x))
-
-    @classmethod
-    def from_partition_rules(
-        cls,
-        rules: PartitionRules,
-        mesh: MeshSetting | None = None,
-        **t5x: Unpack[T5xSettings],
-    ) -> Self:
-        """As in EasyLM: `cls(mesh, layout=rules)`, also with tuples in place of PartitionSpecs."""
-        return cls(mesh, by_partition_rules(rules), **t5x)
 
     # The rules.
 
@@ -269,10 +256,9 @@ class PjitPartitioner(BasePjitPartitioner):
 
     @hide_own_frames
     def audit(self, train_state: Any, named: Any = None, *, budget: float | None = None) -> Audit:
-        """What every device holds of a state, what is replicated, and why.
+        """What each device holds of a state, and why; above `budget` bytes, raises ValueError.
 
-        The layouts of its arrays are compared with the plan. `named` is the state with its names,
-        if they are lost and unknown here. A device with more than `budget` bytes is a ValueError.
+        `named` is the state with its names, if they are lost and unknown here.
         """
         if isinstance(train_state, Plan):
             raise ValueError('audit takes a state, not a Plan: write plan.audit()')

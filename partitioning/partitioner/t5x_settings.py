@@ -67,6 +67,9 @@ class T5xSettings(MeshSettings, total=False):
     on_indivisible: OnIndivisible | None
 
 
+# The positions of arguments, as in jax.jit.
+Positions = int | Sequence[int]
+
 # The settings that decide the shape of a mesh; `backend` decides only its devices.
 _SHAPES = ('num_partitions', 'model_parallel_submesh', 'ici_mesh_shape', 'dcn_mesh_shape')
 

@@ -28,6 +28,7 @@ from partitioning.rules import (
     sharding_str,
     spec_str,
 )
+from partitioning.short_help import ShortHelp
 from partitioning.state import array_leaves, path_str, shape_of
 from partitioning.state.structures import like
 from partitioning.values import value_str
@@ -48,7 +49,7 @@ class Cost(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Audit:
+class Audit(metaclass=ShortHelp):
     """The layout of a state in numbers.
 
     Usage:
@@ -62,6 +63,12 @@ class Audit:
         devices of the mesh and all others that hold a part.
       by_role: what the fullest device holds of each role, in bytes.
       misplaced: arrays that are not where the plan puts them.
+      bytes_total, bytes_per_device: the size of all global arrays, and what the fullest device
+        holds.
+      replicated, replicated_bytes_per_device: the arrays with more than an even share on a device,
+        the most costly first, and what a device holds above that share, in bytes.
+      policies: the arrays that a policy decided, with the bytes that this costs a device.
+      balance: the mean of what devices hold, divided by what the fullest holds: 1 is even.
     """
 
     rows: tuple[PlanRow, ...]

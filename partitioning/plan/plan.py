@@ -28,6 +28,7 @@ from partitioning.rules import (
     describe_axes,
     to_spec,
 )
+from partitioning.short_help import ShortHelp
 from partitioning.state import unbox
 from partitioning.state.traversal import StateTree
 from partitioning.tracebacks import hide_own_frames
@@ -64,7 +65,7 @@ class InitProgram(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Plan:
+class Plan(metaclass=ShortHelp):
     """The layout of every array of a state on a mesh, with the reasons.
 
     Usage:
@@ -85,6 +86,10 @@ class Plan:
       program: makes the state; None unless the plan was made from an init function.
       compiler_options: the options with which the programs of a run are compiled, as a trainer
         records them. `partition` takes them as `option_values(plan.compiler_options)`.
+      specs, shardings, logical_axes: the state with a PartitionSpec (or PaddedSpec), a
+        NamedSharding or AxisNames in place of every array.
+      abstract_state: the state as ShapeDtypeStructs with their shardings, without boxes.
+      bytes_total, bytes_per_device: the size of all global arrays, and what one device holds.
     """
 
     mesh: MeshLike

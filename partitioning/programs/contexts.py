@@ -16,10 +16,11 @@ from partitioning.hardware import described_cudnn
 from partitioning.hardware.compilers import own_compiler_errors
 from partitioning.products import find_rounds, in_rounds
 from partitioning.rules import AxisRules, LogicalAxisRules
+from partitioning.short_help import ShortHelp
 from partitioning.tracebacks import hide_own_frames
 
 
-class PjittedFnWithContext:
+class PjittedFnWithContext(metaclass=ShortHelp):
     """Calls a jitted function inside a mesh and logical axis rules, entered at every call.
 
     It has the name, the docstring and the signature of the function. `PartitionedFunction`, which

@@ -9,12 +9,13 @@ from typing import Any, get_args
 
 from partitioning.rules.checks import MeshAxes, either
 from partitioning.rules.names import LogicalAxisRules, OnIndivisible, OnUnmatched
+from partitioning.short_help import ShortHelp
 from partitioning.values import value_str
 
 _UNMATCHED, _INDIVISIBLE = get_args(OnUnmatched), get_args(OnIndivisible)
 
 
-class AxisRules(tuple):
+class AxisRules(tuple, metaclass=ShortHelp):
     """Logical axis rules, with their policies, names by path, and rules for the optimizer.
 
     Usage:

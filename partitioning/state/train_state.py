@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from partitioning.short_help import ShortHelp
 from partitioning.state.boxes import path_str, rebox, shape_of, unbox
 from partitioning.state.traversal import walk
 from partitioning.values import kind_str
@@ -19,7 +20,7 @@ _KNOWN_TO_FLAX: set[type] = set()
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TrainState:
+class TrainState(metaclass=ShortHelp):
     """The arrays that a training step changes, as a pytree.
 
     Usage:
