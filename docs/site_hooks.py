@@ -32,7 +32,7 @@ SITE = {path: uri for uri, path in (PAGES | PICTURES).items()} | {
 }
 # Pages that search puts before and after the others.
 BOOSTS = {'troubleshooting.md': 1.3, 'reference': 0.6, 'notebooks': 0.5, 'measurements': 0.2}
-BOOSTS |= {'changelog.md': 0.1, 'architecture.md': 0.3, 'contributing.md': 0.3}
+BOOSTS |= {'changelog.md': 0.1, 'contributing.md': 0.3}
 LINK = re.compile(r'(\]\()(?!\w+:|#)([^)\s#]+)')
 SECTIONS = re.compile(r'^<!-- sections of (\S+): (.+) -->$', re.M)
 HELP = re.compile(r'^<!-- help of: (.*?) ?-->$', re.M)
