@@ -75,7 +75,7 @@ def main(arguments: Sequence[str], prog: str) -> int:
         '--like',
         metavar='FOLDER',
         help='with --to=huggingface: take config.json, the tokenizer and the dtypes of the model '
-        'in FOLDER, from which the run has started (by default, the files of the run)',
+        'in FOLDER, from which the run has started (by default, config.json follows from the run)',
     )
     options = parser.parse_args(arguments or ['--help'])
 

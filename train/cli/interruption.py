@@ -15,8 +15,9 @@ from train.processes.launching.attempts import command_of_launcher
 from train.processes.signals import AFTER_CTRL_C, Interrupted, how_to_resume
 
 EXIT_CODES = """\
-exit codes: 0 if everything is done, 2 after an error that is explained, 75 if SIGTERM, SIGHUP or
-the watchdog stopped it with work left, 130 after Ctrl-C. The same command resumes."""
+exit codes: 0 if everything is done, 2 after an error that is explained, 75 if SIGTERM, SIGHUP, the
+watchdog, a store or another process stopped it with work left, 130 after Ctrl-C. The same command
+resumes."""
 
 
 def run_until_signal(command: Callable[[], int], line: str) -> int:
