@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Says on which machines the model of a Hugging Face config.json can be trained from scratch, with
-which layout, and how long a step takes. Nothing is compiled: all figures are by formula.
+which layout, and how long a step takes. Without --compile, all figures are by formula.
 
   {prog} config.json --topology=v5e:4x4 --topology=v6e:8x8 --topology=h100:2x8 --batch_tokens=4M
   {prog} Qwen/Qwen3-8B --topology=v5p-128 --batch_tokens=1M --out=run.gin
