@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import jax
-from jax._src import xla_bridge
+from jax._src import compiler, distributed, xla_bridge
 from jax.sharding import AbstractMesh, Mesh
 
 from partitioning.hardware.chips import chip_of
@@ -53,6 +53,25 @@ def this_process() -> int:
     """
     inside = xla_bridge.process_index
     return jax.process_index() if inside is _PROCESS_INDEX else inside()
+
+
+class _AsProcess0:
+    """What jax knows about the processes, in which this one is process 0."""
+
+    process_id = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(distributed.global_state, name)
+
+
+def keep_programs_of_this_process() -> None:
+    """Makes jax keep the programs of this process, and not only of process 0.
+
+    On other platforms than CPUs, all processes find the programs of process 0. On CPUs, jax's key
+    of a program contains the devices of one process, so the others would never find theirs.
+    """
+    inside: Any = compiler
+    inside.distributed = SimpleNamespace(global_state=_AsProcess0())
 
 
 def num_cached(jitted: Any) -> int:

@@ -6,6 +6,7 @@ it, begins with a text. The program ends like `meshwright train`, with its exit 
 
 import argparse
 import atexit
+import contextlib
 import ctypes
 import dataclasses
 import errno
@@ -60,6 +61,7 @@ class Settings:
       local: the folder of local checkpoints, which are then saved at every step, and no others
         before the end.
       step_seconds: how long a step takes at least, so that something can happen in it.
+      only_meets: whether the process only meets the others in each step, and computes nothing.
     """
 
     port: int
@@ -82,6 +84,7 @@ class Settings:
     watchdog: float = 60.0  # nothing here waits for it, so it can be long
     local: str = ''
     step_seconds: float = 0.05
+    only_meets: bool = False
 
 
 class Fault(Exception):
@@ -209,6 +212,25 @@ def sgd():
     return optax.sgd(0.1)
 
 
+def meet(settings, address, limits):
+    """A run without jax: all processes only meet in each step."""
+    where = (address.coordinator_address, address.process_count, address.process_index)
+    one, _ = channel.open_channel(*where, limits, ())
+    signals.share(one.forward, one.leave)
+    activity = Activity()
+    one.begin(activity, settings.folder)
+    note(settings.folder, settings.index, 'ready')
+    titles = {2: 'waiting for the compiler', 5: 'the save of step 5', 6: 'the eval of step 6'}
+    for step in range(1, settings.steps + 1):
+        activity.begin_step(step)
+        with activity.doing(titles[step]) if step in titles else contextlib.nullcontext():
+            one.gather('meeting', step)
+            time.sleep(settings.step_seconds)
+        one.tick()
+    note(settings.folder, settings.index, 'done')
+    one.leave()
+
+
 def command(settings):
     jax.config.update('jax_platforms', 'cpu')
     machine.use_virtual_devices(settings.devices)
@@ -241,6 +263,9 @@ def command(settings):
     if fault == 'killed when all are done':  # after what `join_processes` registers
         atexit.register(os.kill, os.getpid(), signal.SIGKILL)
     note(settings.folder, settings.index, 'joining')
+    if settings.only_meets:
+        meet(settings, address, limits)
+        return 0
     join_processes(address, limits)
     if fault == 'stuck in input':
         read = LocalBatches.__getitem__

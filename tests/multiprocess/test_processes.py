@@ -213,6 +213,12 @@ def test_all_processes_are_told_that_another_run_holds_the_folder(reports_of):
 # Training.
 
 
+def test_each_process_keeps_its_programs(reports_of):
+    """On CPUs, none of them would find the programs of another."""
+    folder = reports_of(2)[0]['training']['folder']
+    assert len(list(Path(folder, 'programs').glob('jit_train_step-*-cache'))) == 2
+
+
 @pytest.mark.long
 def test_two_processes_train_like_one_and_one_process_resumes_their_run(
     reports_of, tmp_path, capsys

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src import compiler, distributed
 from jax._src.cudnn import fused_attention_stablehlo as kernels
 
 from partitioning import PjitPartitioner, Plan, plan_diff
@@ -19,7 +20,7 @@ from partitioning.hardware import (
     option_values,
 )
 from partitioning.hardware.compilers import explain_compiler_error, explain_refusal
-from partitioning.hardware.jax_private import described_cudnn
+from partitioning.hardware.jax_private import described_cudnn, keep_programs_of_this_process
 
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
@@ -178,6 +179,16 @@ def test_flags_are_tried_once_and_only_where_the_environment_sets_some(monkeypat
 
 def attend(x):
     return jax.nn.dot_product_attention(x, x, x, implementation='cudnn')
+
+
+def test_a_process_on_cpus_keeps_its_programs_as_process_0_does(monkeypatch):
+    monkeypatch.setattr(compiler, 'distributed', compiler.distributed)
+    monkeypatch.setattr(distributed.global_state, 'process_id', 3)
+    assert compiler.distributed.global_state.process_id == 3
+    keep_programs_of_this_process()
+    assert compiler.distributed.global_state.process_id == 0
+    assert compiler.distributed.global_state.client is distributed.global_state.client
+    assert distributed.global_state.process_id == 3, 'elsewhere, nothing changes'
 
 
 def test_described_gpus_have_cudnn(monkeypatch):

@@ -1,9 +1,11 @@
 """The processes of `meshwright launch`, with small programs in place of those that use jax."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -14,9 +16,11 @@ from pathlib import Path
 import pytest
 
 from train.processes.launching import attempts, spares, supervision
+from train.processes.launching.ahead import ProgramsAhead
 from train.processes.launching.attempts import LaunchConfig, child_environment, run_attempts
 from train.processes.launching.endings import Printer, find_cause
-from train.processes.launching.supervision import Child, signal_inbox, supervise
+from train.processes.launching.spares import Child
+from train.processes.launching.supervision import signal_inbox, supervise
 
 pytestmark = pytest.mark.core
 
@@ -298,13 +302,72 @@ def test_spares_become_the_processes_of_the_next_attempt(tmp_path, monkeypatch, 
     assert 'restart 1 of 1, because process 0 was killed by SIGKILL' in capfd.readouterr().err
 
 
+# Programs compiled ahead.
+
+
+def test_programs_are_compiled_ahead_one_number_of_processes_after_another(tmp_path):
+    code = (
+        'while os.getpriority(os.PRIO_PROCESS, 0) != 19: time.sleep(0.01)\n'
+        "assert os.environ['MESHWRIGHT_ONLY_COMPILES']\n"
+        "if sys.argv[3] == '1': sys.exit('error: batch_size 3 cannot be split')\n"
+    )
+    said, together = [], []
+
+    @contextlib.contextmanager
+    def start(count):
+        together.append(count)
+        yield [
+            dataclasses.replace(child, arguments=[str(count)])
+            for child in children(tmp_path, *[code] * count)
+        ]
+        together.remove(count)
+        assert not together
+
+    ahead = ProgramsAhead([4, 2, 1], start, said.append)
+    ahead.begin(4)
+    ahead.note(['step 1/8'])
+    ahead.go_on()
+    assert not together, 'the first step is not done'
+    ahead.note(['first step after 2.0 s: imports 1.0 s'])
+    while len(said) < 2:
+        ahead.go_on()
+        time.sleep(0.01)
+    ahead.go_on()
+    assert not together, 'nothing is left'
+    assert re.fullmatch(r'programs for 2 processes are compiled, .* \(\d+ s\)', said[0])
+    assert said[1] == (
+        'programs for 1 process cannot be compiled ahead: batch_size 3 cannot be split'
+    )
+
+
+def test_what_is_compiled_ahead_ends_when_a_process_is_lost(tmp_path, capfd):
+    code = (
+        "if 'MESHWRIGHT_ONLY_COMPILES' in os.environ:\n"
+        "    note('ahead', os.getpid()); wait_forever()\n"
+        "if sys.argv[3] == '1': sys.exit()\n"
+        "print('first step after 2.0 s', flush=True)\n"
+        "if index == 1: wait('ahead'); os.kill(os.getpid(), signal.SIGKILL)\n"
+        'wait_forever()\n'
+    )
+
+    def make(count, port):
+        made = children(tmp_path, *[code] * count)
+        return [dataclasses.replace(child, arguments=[str(count)]) for child in made]
+
+    settings = {'restarts': 1, 'min_processes': 1, 'grace_seconds': 0, 'compile_ahead': True}
+    config = LaunchConfig(processes=2, devices_per_process=1, **settings)
+    assert run_attempts(config, make, 'meshwright launch ...') == 0
+    assert 'restart 1 of 1: 1 process with 1 device' in capfd.readouterr().err
+    assert is_dead(int((tmp_path / 'ahead').read_text()))
+
+
 # The launcher as a process.
 
 LAUNCHER = """
 import json, os, sys
 from train.processes.launching.attempts import LaunchConfig, run_attempts
 from train.processes.launching.attempts import child_environment
-from train.processes.launching.supervision import Child
+from train.processes.launching.spares import Child
 commands = json.loads(sys.argv[1])
 environment = child_environment(os.environ, 'x', [], 'y' * 16)
 config = LaunchConfig(processes=len(commands), devices_per_process=1)
@@ -423,7 +486,7 @@ def test_the_launcher_does_not_import_jax():
     code = """
 import sys
 from train.cli import launch
-from train.processes.launching.supervision import Child
+from train.processes.launching.spares import Child
 launch.make_children = lambda *_: [Child(['true'], {})]
 code = launch.start_processes(['--processes=1', '--', 'x'], 'meshwright launch')
 print(code, 'jax' in sys.modules)

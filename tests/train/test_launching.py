@@ -111,6 +111,18 @@ def test_how_many_processes_replace_the_original_ones(original, remaining, minim
     assert count_after_loss(original, remaining, minimum) == count
 
 
+def test_the_numbers_of_processes_to_compile_ahead_for():
+    def counts(processes, minimum):
+        settings = {'processes': processes, 'restarts': 1, 'min_processes': minimum}
+        return LaunchConfig(devices_per_process=1, compile_ahead=True, **settings).smaller_counts()
+
+    assert [counts(4, 1), counts(6, 2), counts(5, 1)] == [[2, 1], [3, 2], [1]]
+    with pytest.raises(ConfigError, match='a divisor of --processes=4 from M to 3'):
+        counts(4, 3)
+    with pytest.raises(ConfigError, match='--compile_ahead needs --min_processes=M'):
+        LaunchConfig(processes=4, devices_per_process=1, restarts=1, compile_ahead=True)
+
+
 KILLED = ends((3, -KILL), (0, 75), (1, 75), (2, 75))
 INVALID = ends((1, 2), (0, 2), (2, 75), (3, 75))
 

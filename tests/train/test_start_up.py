@@ -16,6 +16,7 @@ from train import train
 from train.errors import ConfigError
 from train.machine.compiling import _Folders, _remove_oldest, use_compilation_cache
 from train.reporting import meter as start_up
+from train.running.programs import keep_programs
 
 
 @pytest.fixture
@@ -91,7 +92,11 @@ def test_a_second_start_reads_the_programs_and_tells_its_time(cache, texts, tmp_
     config = small_config(
         tmp_path / 'one', texts, total_steps=2, compilation_cache=tmp_path / 'programs'
     )
+    keep_programs(config)
+    assert not (tmp_path / 'one').exists()
+    jax.clear_caches()
     train(config)
+    assert events.count(hit) >= 1, 'the train step that was compiled ahead'
     kept = {file.name.split('-')[0] for file in (tmp_path / 'programs').glob('*-cache')}
     assert {'jit_train_step', 'jit_make', 'jit_eval_step'} <= kept
     jax.clear_caches()

@@ -12,6 +12,7 @@ from partitioning.command_line import OneLineParser
 from train.cli.command import add_traceback, run_command
 from train.cli.commands import COMMANDS as ALL_COMMANDS
 from train.cli.interruption import EXIT_CODES, line_of_process
+from train.errors import ConfigError
 from train.processes import signals
 from train.processes.launching.attempts import (
     LaunchConfig,
@@ -20,7 +21,7 @@ from train.processes.launching.attempts import (
     run_attempts,
     visible_gpus,
 )
-from train.processes.launching.supervision import Child
+from train.processes.launching.spares import Child
 from train.processes.wire import random_secret
 
 _DESCRIPTION = """\
@@ -68,7 +69,10 @@ def start_processes(arguments: Sequence[str], prog: str) -> int:
             min_processes=options.min_processes,
             grace_seconds=options.grace_seconds,
             spares=options.spares,
+            compile_ahead=options.compile_ahead,
         )
+        if config.compile_ahead:
+            _check_compile_ahead(command, gpus)
         line = line_of_process('meshwright')
         signals.leave_to_others()  # From here on, they are the launcher's.
 
@@ -139,6 +143,11 @@ def _make_parser(prog: str) -> OneLineParser:
         help='keep processes ready for a restart, which have imported everything',
     )
     add(
+        '--compile_ahead',
+        action='store_true',
+        help='compile the programs of a restart with fewer processes during the run (CPUs only)',
+    )
+    add(
         '--grace_seconds',
         type=float,
         default=5.0,
@@ -152,6 +161,16 @@ def _make_parser(prog: str) -> OneLineParser:
     )
     add_traceback(parser)
     return parser
+
+
+def _check_compile_ahead(command: Sequence[str], gpus: Sequence[str]) -> None:
+    if command[0] != 'train':
+        raise ConfigError(f'--compile_ahead needs meshwright train, and not {command[0]}')
+    if gpus:
+        raise ConfigError(
+            f'--compile_ahead needs devices to compile for, and the run uses all {len(gpus)} GPUs: '
+            'remove it, or set JAX_PLATFORMS=cpu for virtual devices'
+        )
 
 
 def _split(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[list[str], list[str]]:

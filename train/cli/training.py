@@ -85,7 +85,8 @@ def _start(options: argparse.Namespace) -> None:
 
     files = [find_gin_file(run) for run in options.runs]
     check_run(options, files)
-    from train.gin.load import find_entry
+    from train.gin.load import find_config, find_entry
+    from train.processes.launching.ahead import only_compiles
     from train.reporting.meter import note_start_of_process
 
     profile, expected = options.profile_steps, options.expect_plan
@@ -93,6 +94,11 @@ def _start(options: argparse.Namespace) -> None:
         setting = f'TrainConfig.profile_steps=({profile})'
         options.gin_bindings = [*options.gin_bindings, setting]
     configure(options, files)
+    if only_compiles():
+        from train.running.programs import keep_programs
+
+        keep_programs(find_config())
+        return
     entry = find_entry()
     for flag, value in (('--profile_steps', profile), ('--expect_plan', expected)):
         if value is not None and entry.__module__ != 'train.running.training':

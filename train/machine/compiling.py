@@ -28,6 +28,7 @@ from partitioning.hardware import (
     change_options,
     default_options,
 )
+from partitioning.hardware.jax_private import keep_programs_of_this_process
 from train.errors import ConfigError
 from train.paths import as_path, is_remote
 
@@ -80,10 +81,12 @@ def use_compilation_cache(
 ) -> None:
     """Makes jax keep the programs that it compiles from now on, in this whole process.
 
-    `run_directory` is the folder of the run. Several processes share a cache there, because only
-    process 0 writes programs, and the user's folder may be on each host. Raises a ConfigError if
-    the folder of the setting cannot be written.
+    `run_directory` is the folder of the run. Several processes share a cache there, because all
+    accelerators find the programs of process 0, and the user's folder may be on each host. Raises a
+    ConfigError if the folder of the setting cannot be written.
     """
+    if jax.process_count() > 1 and jax.default_backend() == 'cpu':
+        keep_programs_of_this_process()
     config: Any = jax.config  # whose types lack the folder in some versions of jax
     configured = config.jax_compilation_cache_dir
     if configured != _Folders.of_run:

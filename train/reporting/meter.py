@@ -14,6 +14,7 @@ import jax
 from partitioning.amounts import bytes_str
 from partitioning.hardware import chip_of
 from train.processes.activity import wait_for_devices
+from train.processes.launching.ahead import FIRST_STEP
 from train.processes.launching.spares import seconds_as_process, seconds_since_loss
 from train.reporting.reports import format_seconds
 
@@ -56,9 +57,9 @@ class StartClock:
             for name, seconds in {**longest, 'the rest': rest}.items()
         ]
         metrics = {f'start/seconds_{n.replace(" ", "_")}': s for n, s in parts.items() if s}
-        line = f'first step after {format_seconds(total)}'
+        line = f'{FIRST_STEP}after {format_seconds(total)}'
         if self._lost_at is not None:
-            line = f'first step {format_seconds(total)} after the loss of a process'
+            line = f'{FIRST_STEP}{format_seconds(total)} after the loss of a process'
         line += f': {", ".join(shown)}' if shown else ''
         return line, {'start/seconds_to_first_step': total, **metrics}
 

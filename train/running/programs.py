@@ -28,7 +28,7 @@ from train.processes.together import check_same, check_shared_folder
 from train.reporting.memory import check_fits, memory_advice
 from train.reporting.meter import peak_flops
 from train.running.changes import settings_of
-from train.running.run import PlannedRun, Run
+from train.running.run import PlannedRun, Run, prepare
 from train.running.start import Start
 from train.running.steps import make_train_step
 
@@ -201,6 +201,14 @@ class Compilation:
             state, forward = plan.abstract_state, make_eval_step(run.config.objective)
             flops = 3 * count_flops(forward, state.params, state.flax_mutables, dict(run.batch))
         self.programs = Programs(step, init, flops)
+
+
+def keep_programs(config: TrainConfig) -> None:
+    """Compiles the train step of a run, so that a later start finds it. Nothing else is written."""
+    run = prepare(config)
+    lowered = partition_train_step(run).lower(run.plan.abstract_state, dict(run.batch))
+    with calling_compiler():
+        lowered.compile()
 
 
 def partition_train_step(run: PlannedRun) -> PartitionedCallable:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from train.errors import ConfigError, check_counts
+from train.processes.launching.ahead import ProgramsAhead
 from train.processes.launching.endings import (
     Attempt,
     Printer,
@@ -23,8 +24,8 @@ from train.processes.launching.endings import (
     find_cause,
     lost_processes,
 )
-from train.processes.launching.spares import LOST_AT, Spares
-from train.processes.launching.supervision import Child, read_inbox, signal_inbox, supervise
+from train.processes.launching.spares import LOST_AT, Child, Spares
+from train.processes.launching.supervision import read_inbox, signal_inbox, supervise
 from train.processes.signals import AFTER_CTRL_C, RESTARTABLE, exit_code_after
 from train.processes.wire import FILE_VARIABLE, VARIABLE
 
@@ -157,6 +158,7 @@ class LaunchConfig:
         default, it continues with as many as before.
       grace_seconds: how long the others may take to end by themselves after a failure.
       spares: whether processes that have imported everything wait for a restart.
+      compile_ahead: whether programs for fewer processes are compiled while the run is under way.
     """
 
     processes: int
@@ -165,6 +167,7 @@ class LaunchConfig:
     min_processes: int | None = None
     grace_seconds: float = 5.0
     spares: bool = False
+    compile_ahead: bool = False
 
     def __post_init__(self) -> None:
         check_counts(0, **{'--restarts': self.restarts})
@@ -178,8 +181,24 @@ class LaunchConfig:
                 raise ConfigError('--min_processes needs --restarts=N, with N >= 1')
         if self.spares and self.restarts == 0:
             raise ConfigError('--spares needs --restarts=N, with N >= 1')
+        if self.compile_ahead and not self.smaller_counts():
+            raise ConfigError(
+                '--compile_ahead needs --min_processes=M, and a divisor of '
+                f'--processes={self.processes} from M to {self.processes - 1} to compile for'
+            )
         if not self.grace_seconds >= 0:
             raise ConfigError(f'--grace_seconds={self.grace_seconds} must be a number >= 0')
+
+    def smaller_counts(self) -> list[int]:
+        """The numbers of processes with which the run may continue, the largest first."""
+        counts, remaining = list[int](), self.processes
+        while self.min_processes is not None:
+            found = count_after_loss(self.processes, remaining - 1, self.min_processes)
+            if found is None:
+                break
+            counts.append(found)
+            remaining = found
+        return counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,19 +290,33 @@ def run_attempts(
       make_children: returns what each process runs, given their number and the port of process 0.
       command: the command that starts the run again, as one types it.
     """
-    count, restarted = config.processes, 0
+    count, restarted, printer = config.processes, 0, Printer()
     lost_at: float | None = None
+
+    @contextlib.contextmanager
+    def with_port(count: int) -> Iterator[Sequence[Child]]:
+        with reserved_port() as port:
+            yield make_children(count, port)
+
+    ahead = None
+    if config.compile_ahead:
+        ahead = ProgramsAhead(config.smaller_counts(), with_port, printer.say)
     with signal_inbox() as inbox, contextlib.ExitStack() as stack:
         spares: Spares | None = None
         while True:
             began = time.monotonic()
-            with reserved_port() as port:
-                children = [_noting(child, lost_at) for child in make_children(count, port)]
+            with with_port(count) as made:
+                children = [_noting(child, lost_at) for child in made]
                 if config.spares and spares is None:
                     spares = Spares(children[0].command, children[0].environment, count)
                     stack.callback(spares.close)
                 attempt = supervise(
-                    children, Printer(), inbox, grace_seconds=config.grace_seconds, spares=spares
+                    children,
+                    printer,
+                    inbox,
+                    grace_seconds=config.grace_seconds,
+                    spares=spares,
+                    ahead=ahead,
                 )
             lost_at = attempt.failed_at
             decision = decide(config, attempt, restarted)

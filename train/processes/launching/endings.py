@@ -93,6 +93,11 @@ class Printer:
             text = ''.join(f'{prefixed(process, line, self._colour)}\n' for line in lines)
             self._pending += text.encode()
 
+    def say(self, line: str) -> None:
+        """Prints a line of the launcher itself."""
+        if not self._closed:
+            self._pending += f'{line}\n'.encode()
+
     def write(self) -> None:
         """Prints some of it. Call it when the file descriptor can be written."""
         try:

@@ -7,6 +7,7 @@ starts spares when the run has been under way for a while. A spare reads one lin
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -34,6 +35,15 @@ _MODULES = (
     'train.data.feed',
     'grain',
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Child:
+    """What a process runs: a program, and its arguments, which a spare process can take over."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    arguments: Sequence[str] = ()
 
 
 class Spares:

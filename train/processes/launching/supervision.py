@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import select
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
+from train.processes.launching.ahead import ProgramsAhead
 from train.processes.launching.endings import Attempt, LineReader, Printer, ProcessEnd
-from train.processes.launching.spares import Spares
+from train.processes.launching.spares import Child, Spares
 from train.processes.signals import SECONDS_OF_ONE_REQUEST, SIGNALS
 
 # The time between SIGTERM and SIGKILL.
@@ -26,15 +26,6 @@ _SECONDS_TO_WAIT = 1.0
 _READ_BYTES, _LAST_READS = 64 * 1024, 16
 
 
-@dataclasses.dataclass(frozen=True)
-class Child:
-    """What a process runs: a program, and its arguments, which a spare process can take over."""
-
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    arguments: Sequence[str] = ()
-
-
 def supervise(
     children: Sequence[Child],
     printer: Printer,
@@ -42,6 +33,7 @@ def supervise(
     *,
     grace_seconds: float,
     spares: Spares | None = None,
+    ahead: ProgramsAhead | None = None,
 ) -> Attempt:
     """Runs processes until all have ended. Whatever happens, none of them is left behind.
 
@@ -50,16 +42,21 @@ def supervise(
         first process that still runs, and is expected to end all; the second one kills all.
       grace_seconds: how long the others may take to end by themselves after a failure.
       spares: processes that are ready to become one of the run, and those for the next time.
+      ahead: what is compiled during the run.
     """
-    supervisor = _Supervisor(printer, inbox, grace_seconds, spares)
+    supervisor = _Supervisor(printer, inbox, grace_seconds, spares, ahead)
     try:
         if spares is not None:
             spares.begin()
+        if ahead is not None:
+            ahead.begin(len(children))
         for index, child in enumerate(children):
             spare = None if spares is None else spares.take(child.arguments, child.environment)
             supervisor.processes.append(_Process(index, child, spare))
         supervisor.run()
     finally:
+        if ahead is not None:
+            ahead.stop()
         for process in supervisor.processes:
             process.send(signal.SIGKILL)
             process.finish()
@@ -141,9 +138,16 @@ class _Process:
 class _Supervisor:
     """The loop that watches the processes of one attempt."""
 
-    def __init__(self, printer: Printer, inbox: int, grace_seconds: float, spares: Spares | None):
+    def __init__(
+        self,
+        printer: Printer,
+        inbox: int,
+        grace_seconds: float,
+        spares: Spares | None,
+        ahead: ProgramsAhead | None,
+    ):
         self._printer, self._inbox, self._grace = printer, inbox, grace_seconds
-        self._spares = spares
+        self._spares, self._ahead = spares, ahead
         self.processes: list[_Process] = []
         self.ends: list[ProcessEnd] = []
         self.stopped_by: signal.Signals | None = None
@@ -162,8 +166,11 @@ class _Supervisor:
                 self._obey(signal.Signals(signum))
             self._note_ends()
             self._end_others()
-            if self._spares is not None and self.failed_at is None and self.stopped_by is None:
+            goes_on = self.failed_at is None and self.stopped_by is None
+            if self._spares is not None and goes_on:
                 self._spares.keep_ready()
+            if self._ahead is not None:
+                (self._ahead.go_on if goes_on else self._ahead.stop)()
 
     def _pass_lines_on(self) -> None:
         """Waits until something happens, and reads and prints lines."""
@@ -181,7 +188,10 @@ class _Supervisor:
             self._printer.write()
         for fd in readable:
             if fd in sources:
-                self._printer.add(sources[fd].index, sources[fd].read())
+                lines = sources[fd].read()
+                self._printer.add(sources[fd].index, lines)
+                if self._ahead is not None:
+                    self._ahead.note(lines)
 
     def _obey(self, signum: signal.Signals) -> None:
         """Stops the run after the first signal, and kills it after the second one."""
