@@ -86,7 +86,7 @@ def _start(options: argparse.Namespace) -> None:
     files = [find_gin_file(run) for run in options.runs]
     check_run(options, files)
     from train.gin.load import find_config, find_entry
-    from train.processes.launching.ahead import only_compiles
+    from train.processes.launching.spares import only_compiles
     from train.reporting.meter import note_start_of_process
 
     profile, expected = options.profile_steps, options.expect_plan

@@ -14,8 +14,7 @@ import jax
 from partitioning.amounts import bytes_str
 from partitioning.hardware import chip_of
 from train.processes.activity import wait_for_devices
-from train.processes.launching.ahead import FIRST_STEP
-from train.processes.launching.spares import seconds_as_process, seconds_since_loss
+from train.processes.launching.spares import FIRST_STEP, seconds_as_process, seconds_since_loss
 from train.reporting.reports import format_seconds
 
 _WORTH_NAMING = 0.03  # of the time to the first step

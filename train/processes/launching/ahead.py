@@ -17,18 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import IO
 
 from train.processes.launching.endings import LineReader, failure_lines
-from train.processes.launching.spares import Child
+from train.processes.launching.spares import FIRST_STEP, ONLY_COMPILES, Child
 
-# Tells a process that it is only to compile its programs.
-_ONLY_COMPILES = 'MESHWRIGHT_ONLY_COMPILES'
-# How the line begins that a run prints after its first step.
-FIRST_STEP = 'first step '
 _LOWEST_PRIORITY = 19
-
-
-def only_compiles() -> bool:
-    """Whether this process is only to compile the programs of its run."""
-    return _ONLY_COMPILES in os.environ
 
 
 class ProgramsAhead:
@@ -102,7 +93,7 @@ def _start_in_background(child: Child, output: IO[bytes]) -> subprocess.Popen[by
     """Starts a process that only compiles. What it prints goes to a file."""
     process = subprocess.Popen(
         [*child.command, *child.arguments],
-        env={**child.environment, _ONLY_COMPILES: '1'},
+        env={**child.environment, ONLY_COMPILES: '1'},
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,

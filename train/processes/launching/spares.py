@@ -23,6 +23,10 @@ _SPARE = 'MESHWRIGHT_SPARE'
 LOST_AT = 'MESHWRIGHT_LOST_AT'
 # When a spare has become a process of a run, by `time.monotonic`.
 _BEGAN = 'MESHWRIGHT_BEGAN'
+# Tells a process that it is only to compile its programs.
+ONLY_COMPILES = 'MESHWRIGHT_ONLY_COMPILES'
+# How the line begins that a run prints after its first step.
+FIRST_STEP = 'first step '
 # The processes of the run import at the same time, so spares wait until they are done.
 SECONDS_BEFORE_SPARES = 30.0
 _MODULES = (
@@ -125,6 +129,11 @@ def wait_as_spare() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
+
+
+def only_compiles() -> bool:
+    """Whether this process is only to compile the programs of its run."""
+    return ONLY_COMPILES in os.environ
 
 
 def seconds_as_process() -> float | None:
