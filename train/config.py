@@ -98,7 +98,8 @@ class TrainConfig:
       metrics_on_failure: what happens if metrics cannot be written, for example because the disk is
         full. 'continue' says so once, and the records are written when that works again. 'stop'
         ends the run with an error.
-      num_microbatches: the number of parts of a batch that are computed one after another.
+      num_microbatches: the number of parts of a batch that are computed one after another. Each has
+        its own dropout masks.
       gradient_dtype: the dtype of the gradients that the optimizer gets, 'float32' or 'bfloat16'.
       accumulation_dtype: the dtype in which the gradients of microbatches are summed, 'float32' or
         'bfloat16'.

@@ -53,12 +53,21 @@ def choose_rules(given: AxisRules | None, layout: OtherLayout | None, mesh: Mesh
 def check_not_names_by_path(rules: LogicalAxisRules, mesh: MeshLike) -> None:
     """Raises ValueError if logical axis rules look like the argument `names` of AxisRules.
 
-    Every rule has a tuple, and none of the tuples has an axis of the mesh.
+    Every rule has a tuple, and none of the tuples has an axis of the mesh. So does a rule whose
+    mesh axis comes first.
     """
+    sizes = axis_sizes(mesh)
+    for name, axes in rules:
+        listed = as_tuple(axes)
+        if name in sizes and listed and not {*listed} & {*sizes}:
+            raise ValueError(
+                f'rule {(name, axes)!r}: the mesh {describe_axes(mesh)} has no axis {listed[0]!r}, '
+                f'but it has {name!r}. The logical axis comes first: write {(listed[0], name)!r}'
+            )
     if not rules or not all(isinstance(axes, tuple) for _, axes in rules):
         return
     named = [axis for _, axes in rules for axis in as_tuple(axes)]
-    if named and not {*named} & {*axis_sizes(mesh)}:
+    if named and not {*named} & {*sizes}:
         first = tuple(rules[0])
         raise ValueError(
             f'rule {first!r}: the mesh {describe_axes(mesh)} has no axis {named[0]!r}. If '

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from partitioning.state.static_arrays import (
     name_static_field,
     with_static_values,
 )
-from partitioning.values import array_str
+from partitioning.values import array_str, value_str
 
 
 def is_init_function(x: Any, args: tuple[Any, ...]) -> bool:
@@ -48,6 +49,12 @@ def is_init_function(x: Any, args: tuple[Any, ...]) -> bool:
             raise ValueError(f'{x!r} is neither a state nor a function that makes one')
         return False
     return bool(args) or not any(hasattr(leaf, 'shape') for leaf in jax.tree.leaves(x))
+
+
+def check_is_state(x: Any, method: str, instead: str) -> None:
+    """Raises ValueError if a method that takes a state gets the function that makes one."""
+    if is_init_function(x, ()):
+        raise ValueError(f'{method} takes a state, not {value_str(x)}: write partitioner.{instead}')
 
 
 def trace_init(
@@ -86,6 +93,9 @@ def trace_init(
         from partitioning.programs.explaining.trace_errors import explain_leak
 
         raise explain_leak(name, error) from error
+    except Exception as error:
+        _check_keys(init_fn, args, error)
+        raise
     num_arrays = len(leaves)
     abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     named = jax.tree.unflatten(structures[-1], abstract)
@@ -130,6 +140,17 @@ def trace_init(
         return jax.device_put(state, plan.shardings)
 
     return named, InitProgram(jit_for, finish, named)
+
+
+def _check_keys(init_fn: Callable[..., Any], args: Sequence[Any], error: Exception) -> None:
+    """Raises ValueError if an error is of random keys, and an argument is an integer."""
+    names = Arguments(init_fn)
+    for i, arg in enumerate(args):
+        if isinstance(arg, int) and re.search(r'\b(P?RNGs?|keys?)\b', str(error)):
+            raise ValueError(
+                f'{names.function} needs a random key, but {names.name(i)} is {arg}: pass '
+                f'jax.random.key({arg})'
+            ) from error
 
 
 def _static_values(jaxpr: Any, first: int, state: Any, function: str) -> list[jax.Array]:

@@ -17,6 +17,7 @@ from partitioning.layout import (
     host_local_array_to_global_array,
 )
 from partitioning.mesh import MeshConfig, describe_devices
+from partitioning.partitioner.initializing import check_is_state
 from partitioning.partitioner.settings import AnyMesh, MeshSetting, by_partition_rules
 from partitioning.partitioner.t5x_settings import T5xSetting, T5xSettings
 from partitioning.plan import PartitionRules
@@ -83,6 +84,7 @@ class NamesOfOthers(metaclass=PartitionerHelp):
 
     def get_mesh_axes(self: Any, train_state: Any) -> Any:
         """The state with a PartitionSpec for every array: `plan(state).specs`."""
+        check_is_state(train_state, 'get_mesh_axes', 'plan(init, key).specs')
         return self._plan_state(train_state).specs
 
     def get_logical_axes(self, train_state: Any) -> Any:

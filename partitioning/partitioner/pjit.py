@@ -20,7 +20,7 @@ from partitioning.partitioner.chosen_rules import (
     describe_layout,
     with_slices,
 )
-from partitioning.partitioner.initializing import is_init_function
+from partitioning.partitioner.initializing import check_is_state
 from partitioning.partitioner.keyword_hints import explain_positions
 from partitioning.partitioner.settings import (
     LayoutSetting,
@@ -58,7 +58,6 @@ from partitioning.rules import (
 )
 from partitioning.state import KnownBoxes, get_logical_axes, says_itself, with_boxes
 from partitioning.tracebacks import hide_own_frames
-from partitioning.values import value_str
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -250,6 +249,7 @@ class PjitPartitioner(BasePjitPartitioner):
         return self.get_logical_axes(train_state)
 
     def get_logical_axes(self, train_state: Any) -> Any:
+        check_is_state(train_state, 'get_logical_axes', 'plan(init, key).logical_axes')
         if self._layout is not None:
             return self._plan_state(train_state).logical_axes
         return get_logical_axes(self._with_names(train_state), self.logical_axis_rules.names)
@@ -262,11 +262,7 @@ class PjitPartitioner(BasePjitPartitioner):
         """
         if isinstance(train_state, Plan):
             raise ValueError('audit takes a state, not a Plan: write plan.audit()')
-        if is_init_function(train_state, ()):
-            raise ValueError(
-                f'audit takes a state, not {value_str(train_state)}: write '
-                'partitioner.plan(init, key).audit()'
-            )
+        check_is_state(train_state, 'audit', 'plan(init, key).audit()')
         plan = self._plan_state(train_state if named is None else named)
         return plan.audit(train_state, budget=budget)
 
@@ -274,6 +270,8 @@ class PjitPartitioner(BasePjitPartitioner):
         """Everything wrong or suspicious in the rules, for the mesh and, if given, for a state."""
         # If a plan lays out the state, the rules do not.
         ignored = train_state is None or isinstance(self._layout, Plan | LaysOutStates)
+        if train_state is not None:
+            check_is_state(train_state, 'lint', 'lint(partitioner.eval_shape(init, key))')
         state = None if ignored else self._with_names(train_state)
         found = lint(self._rule_set, self.mesh, state)
         if not self._has_default_rules:

@@ -10,6 +10,8 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast, get_args, runtime_checkable
 
+import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from partitioning.hardware import Topology
@@ -79,6 +81,11 @@ def read_mesh(mesh: MeshSetting | None, t5x_settings: Mapping[str, Any]) -> AnyM
     if is_layout(mesh):
         raise ValueError(
             f'{value_str(mesh)} is a layout, not a mesh: write layout={value_str(mesh)}'
+        )
+    if isinstance(mesh, Iterable) and all(isinstance(d, jax.Device) for d in np.ravel(mesh)):
+        raise ValueError(
+            f'mesh={value_str(mesh)} of devices has no axes: write mesh=MeshConfig('
+            "axes={'data': -1}, devices=...)"
         )
     raise ValueError(
         f'mesh={value_str(mesh)} must be a jax Mesh or AbstractMesh, axis sizes such as '

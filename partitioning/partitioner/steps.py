@@ -117,9 +117,6 @@ class Step(PjittedFnWithContext):
             args, kwargs = self._arrange(args, kwargs)
         try:  # which costs nothing unless an exception is raised
             pair = self._pjitted_fn(*args, **kwargs)
-        except jax.errors.ConcretizationTypeError as error:
-            self._raise_static(error, args, kwargs)
-            raise
         except Exception as error:
             if self._bind_axis(error):
                 return self(*args, **kwargs)
@@ -133,9 +130,6 @@ class Step(PjittedFnWithContext):
         args, kwargs = self._arrange(args, kwargs)
         try:
             return getattr(self._pjitted_fn, method)(*args, **kwargs)
-        except jax.errors.ConcretizationTypeError as error:
-            self._raise_static(error, args, kwargs)
-            raise
         except ValueError as error:
             if not self._bind_axis(error):
                 raise
@@ -214,23 +208,6 @@ class Step(PjittedFnWithContext):
         elif not kwargs and len(args) + len(self._defaults) >= needed:
             args = (*args, *self._defaults[len(self._defaults) + len(args) - needed :])
         return args, kwargs
-
-    def _raise_static(
-        self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Raises ValueError if a trace needed the value of a bool or an integer of the call."""
-        from partitioning.programs.explaining.trace_errors import place_of
-
-        for name, value in self._arguments.by_name(args, kwargs).items():
-            if not isinstance(value, bool | int) or name not in self._arguments.positional:
-                continue
-            index = self._arguments.positional.index(name)
-            if index not in self._static:
-                raise ValueError(
-                    f'{self._arguments.function}{place_of(error)} needs the value of '
-                    f'{name}={value!r} while it is traced: write setup(..., '
-                    f'static_argnums={index}), which compiles the step for each value'
-                ) from error
 
 
 def check_step_is_second(init: Any, train_step: Any, args: Sequence[Any]) -> None:

@@ -235,9 +235,11 @@ def _check_entries(arguments: Arguments, in_resources: Any, static: Sequence[int
     if is_resource(in_resources):
         return
     if type(in_resources) is not tuple:
+        axis = isinstance(in_resources, str)
+        entry = spec_str(PartitionSpec(in_resources)) if axis else 'specs'
         raise ValueError(
             f'{arguments.function}: in_shardings must be a tuple with one entry per '
-            f'argument, not a {type(in_resources).__name__}; for one argument write (specs,)'
+            f'argument, not a {type(in_resources).__name__}; for one argument write ({entry},)'
         )
     dynamic = [name for i, name in enumerate(arguments.positional) if i not in static]
     count = len(in_resources)

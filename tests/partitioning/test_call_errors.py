@@ -30,6 +30,11 @@ def train_step(state, batch):
     return new, {'loss': batch['x'].mean()}
 
 
+class Rows:
+    def __init__(self):
+        self.x = X
+
+
 def power(x, n):
     return x**n
 
@@ -86,6 +91,7 @@ def assert_says(message, *parts):
             ['2 entries', '(x)', 'static argument (n) has no entry'],
         ),
         (identity, {'w': DATA}, {}, ['tuple', 'dict', '(specs,)']),
+        (identity, 'data', {}, ['tuple', 'not a str', "write (P('data'),)"]),
         (
             train_step,
             (SPECS, P('batch', 'embed')),
@@ -112,7 +118,7 @@ def assert_says(message, *parts):
         (identity, None, {'on_recompile': 'warn'}, ['on_recompile', "'allow'", "'error'"]),
     ],
     ids=[
-        *('too many', 'static', 'not a tuple', 'names', 'no P', 'donated index'),
+        *('too many', 'static', 'not a tuple', 'a text', 'names', 'no P', 'donated index'),
         *('static index', 'a name', 'both', 'not a function', 'a result', 'policy'),
     ],
 )
@@ -249,9 +255,20 @@ def test_none_for_everything(partitioner, placed):
         ({'id': object()}, ["batch['id']", 'object', 'remove it from batch']),
         ('abc', ["batch is a str, 'abc'", 'numbers; pass a pytree of arrays']),
         ((row for row in X), ['batch is a generator', 'such as next(iter(batch))']),
+        (Rows(), ['batch is a Rows', 'register Rows with jax.tree_util.register_dataclass']),
         ({'x': X.tolist()}, ["batch['x'][0][0]", 'A list of numbers', 'numpy.asarray']),
     ],
-    ids=['string', 'strings', 'objects', 'large integer', 'any object', 'text', 'iterator', 'list'],
+    ids=[
+        'string',
+        'strings',
+        'objects',
+        'large integer',
+        'any object',
+        'text',
+        'iterator',
+        'class',
+        'list',
+    ],
 )
 def test_values_that_are_not_arrays(step, batch, parts):
     given = BATCH | batch if isinstance(batch, dict) else batch
@@ -268,6 +285,31 @@ def test_a_description_has_no_data(step):
 def test_a_mode_that_should_be_static(partitioner):
     call = partitioner.partition(power, (DATA, None), DATA)
     assert_says(error_of(call, X, 'square'), 'n is a str', 'static_argnums=1')
+
+
+@pytest.mark.parametrize(
+    'fn, value, parts',
+    [
+        (lambda x, n: x[:n], 3, ['n=3', 'write static_argnums=1,']),
+        (lambda x, n: x + jnp.zeros(n['size']), {'size': 4}, ["n['size']=4", 'static_argnums']),
+    ],
+    ids=['slice', 'shape'],
+)
+def test_a_number_whose_value_the_trace_needs(partitioner, fn, value, parts):
+    call = partitioner.partition(fn, (DATA, None), None)
+    assert_says(error_of(call, X, value), '(at test_call_errors.py:', 'needs the value of', *parts)
+
+
+def test_a_keyword_whose_value_the_trace_needs(partitioner):
+    call = partitioner.partition(lambda x, *, flag: x if flag else -x, (DATA,), DATA)
+    message = error_of(call, X, flag=True)
+    assert_says(message, 'the value of flag=True', 'functools.partial(<lambda>, flag=True)')
+
+
+def test_the_value_of_an_array_is_not_that_of_a_number(partitioner):
+    call = partitioner.partition(lambda x, n: x if x.sum() > 0 else x * n, (DATA, None), DATA)
+    with pytest.raises(jax.errors.TracerBoolConversionError, match='the argument x'):
+        call(X, 3)
 
 
 def test_none_in_a_batch_is_noted(step):

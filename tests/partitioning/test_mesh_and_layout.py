@@ -73,6 +73,7 @@ def test_a_described_machine():
         ('v9:2x2', 'unknown topology'),
         ([4, 2], '^mesh=.*axis sizes such as'),
         ({'data': 3}, 'number of devices is 8'),
+        (jax.devices(), 'a list of 8 of devices has no axes: write mesh=MeshConfig'),
     ],
 )
 def test_values_that_are_not_meshes(mesh, said):
@@ -193,6 +194,27 @@ def test_layouts_that_are_malformed_or_decided_twice(layout, settings, said):
     with pytest.raises(ValueError, match=said) as error:
         PjitPartitioner(SIZES, layout, **settings)
     assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('use', ['plan', 'to_global'])
+def test_rules_with_the_mesh_axis_first(use):
+    rules = [('data', 'batch'), ('embed', None)]
+    with pytest.raises(ValueError, match=r"no axis 'batch'.*write \('batch', 'data'\)"):
+        getattr(PjitPartitioner(SIZES, rules), use)({'up': jnp.ones((8, 8))})
+
+
+@pytest.mark.parametrize(
+    'method, write',
+    [
+        ('audit', r'plan\(init, key\)\.audit\(\)'),
+        ('lint', r'lint\(partitioner\.eval_shape\(init, key\)\)'),
+        ('get_mesh_axes', r'plan\(init, key\)\.specs'),
+        ('get_logical_axes', r'plan\(init, key\)\.logical_axes'),
+    ],
+)
+def test_a_function_in_place_of_its_state(method, write):
+    with pytest.raises(ValueError, match=f'{method} takes a state, not .*init.*: write .*{write}'):
+        getattr(PjitPartitioner(SIZES, RULES), method)(init)
 
 
 @pytest.mark.parametrize('mesh', [SIZES, SQUARE, MeshConfig(axes=SIZES)])

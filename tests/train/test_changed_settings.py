@@ -25,6 +25,7 @@ optax.warmup_cosine_decay_schedule.decay_steps = %TRAIN_STEPS
 TrainConfig.total_steps = %TRAIN_STEPS
 TrainConfig.batch_size = 16
 TrainConfig.log_every = 10
+TrainConfig.num_microbatches = 2
 PjitPartitioner.num_partitions = 2
 TransformerConfig.mlp_dim = %WIDTH
 TextFiles.exclude = \\
@@ -43,6 +44,11 @@ TextFiles.exclude = \\
             'num_partitions = 2',
             'num_partitions = 4',
             '(changes the result by rounding only)',
+        ),
+        (
+            'microbatches = 2',
+            'microbatches = 4',
+            '2 -> 4 (changes dropout masks, and the result by',
         ),
         ('WIDTH = 64', 'WIDTH = 96', '64 -> 96 (changes the result of later steps)'),
         # The schedule of the learning rate ends at this step.

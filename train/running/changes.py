@@ -23,10 +23,11 @@ from train.gin.text import operative_text
 from train.paths import replacing
 
 FILE = 'settings.json'
-Effect = Literal['result', 'rounding', 'end', 'none', 'told']
+Effect = Literal['result', 'masks', 'rounding', 'end', 'none', 'told']
 EFFECTS: Mapping[Effect, str] = {
     'result': 'changes the result of later steps',
     'end': 'changes when the run ends',
+    'masks': 'changes dropout masks, and the result by rounding if there is no dropout',
     'rounding': 'changes the result by rounding only',
     'none': 'does not change the result',
 }
@@ -44,7 +45,8 @@ _FIELDS: Mapping[str, Effect] = {
     **dict.fromkeys(
         ('total_steps', 'relative_steps', 'stop_when', 'max_skips', 'max_roll_backs'), 'end'
     ),
-    **dict.fromkeys(('partitioner', 'compiler_options', 'num_microbatches'), 'rounding'),
+    **dict.fromkeys(('partitioner', 'compiler_options'), 'rounding'),
+    'num_microbatches': 'masks',
     **dict.fromkeys(('batch_size', 'sequence_length', 'seed', 'data_seed', 'prng_impl'), 'told'),
 }
 # The classes and functions that gin files name, whose settings have another effect than 'result'.
@@ -67,7 +69,7 @@ _CONFIGURABLES: Mapping[str, Effect] = {
         'rounding',
     ),
 }
-_ORDER: Sequence[Effect] = ('result', 'end', 'rounding', 'none', 'told')
+_ORDER: Sequence[Effect] = ('result', 'masks', 'end', 'rounding', 'none', 'told')
 _LONGEST = 60  # characters of a value in a line
 _DEEPEST, _MOST = 12, 5000  # functions inside functions, and values in all of them
 

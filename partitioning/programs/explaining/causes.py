@@ -41,6 +41,9 @@ from partitioning.programs.trace_log import NO_RESULT, RecompilationError, Trace
 from partitioning.rules import describe_axes
 from partitioning.state.static_arrays import AS_ARRAY_FIELD, name_static_field
 
+# The weak type of a Python number, not of an array, in a shape or a slice.
+_SHAPE_OR_SLICE = re.compile(r'(concrete values of integer type|static integers).*~u?int')
+_NEEDED = re.compile(r'depends on the value of the argument (\S+)\.')
 _UNBOUND_AXIS = re.compile(r'unbound axis name: ([^\s.]+)')
 
 
@@ -75,7 +78,8 @@ def find_cause(
     if manual and (not of_user or 'manual_axis_type' in str(error)):
         return _of_shard_map(boundary)
     if of_user:
-        if (known := _known_error(error, boundary, args)) is None:
+        known = _known_error(error, boundary, args) or _needed_value(error, boundary, args, kwargs)
+        if known is None:
             if not (is_own_error(error) or 'explains_itself' in vars(error)):
                 _add_notes(error, boundary, args, kwargs)
             return None
@@ -175,6 +179,36 @@ def _known_error(error: Exception, boundary: Boundary, args: Sequence[Any]) -> s
     return None
 
 
+def _needed_value(
+    error: Exception, boundary: Boundary, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str | None:
+    """What to say if a trace needed the value of a bool or an integer of the call, or None."""
+    text = str(error)
+    needs = isinstance(error, jax.errors.ConcretizationTypeError)
+    if not needs and not _SHAPE_OR_SLICE.search(text):
+        return None
+    arguments, named = boundary.arguments, _NEEDED.search(text)
+    static = {arguments.name(i) for i in boundary.static}
+    for name, value in arguments.by_name(args, kwargs).items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(value):
+            where = name + jax.tree_util.keystr(path)
+            # jax calls keyword arguments entries of one last argument: args[1]['flag'].
+            asked = named is None or named[1] == where or named[1].endswith(f'[{where!r}]')
+            if not asked or not isinstance(leaf, bool | int) or name in static:
+                continue
+            write = f'functools.partial({arguments.function}, {name}={leaf!r})'
+            if path:
+                write = f'an argument of its own for it, which static_argnums names, not {name}'
+            elif name in arguments.positional:
+                index = arguments.positional.index(name)
+                write = f'static_argnums={index}, which compiles it for each value'
+            return (
+                f'{place_of(error)} needs the value of {where}={leaf!r} while it is traced: '
+                f'write {write}'
+            )
+    return None
+
+
 def _axis_of_pmap(error: Exception) -> str | None:
     """The axis that a function needs from pmap; inside shard_map, it is a mistake instead."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -210,5 +244,7 @@ def _add_notes(
             if hint := pmap_hint(argument, boundary.mesh, leaf, argument.entry):
                 error.add_note(hint.removeprefix('. '))
                 return
-        if isinstance(error, TypeError | ValueError) and (hint := shard_hint(argument)):
+        of_shapes = isinstance(error, TypeError | ValueError)
+        of_shapes = of_shapes and not isinstance(error, jax.errors.ConcretizationTypeError)
+        if of_shapes and (hint := shard_hint(argument)):
             error.add_note(hint)

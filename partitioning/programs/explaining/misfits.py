@@ -99,6 +99,11 @@ def _instead_of(leaf: Any, name: str, where: str, index: int | None) -> str:
     """What to pass instead of a leaf that is no array; its argument may be static at `index`."""
     if isinstance(leaf, Iterable) and not hasattr(leaf, '__getitem__'):
         return f'pass what it yields, such as next(iter({where}))'
+    if any(isinstance(x, jax.Array | np.ndarray) for x in getattr(leaf, '__dict__', {}).values()):
+        return (
+            f'pass a dict of its arrays, or register {type(leaf).__name__} with '
+            'jax.tree_util.register_dataclass'
+        )
     ways = []
     with contextlib.suppress(Exception):  # of classes of the program
         if np.asarray(leaf).dtype.kind not in 'OSUMm':
