@@ -82,10 +82,11 @@ def read_mesh(mesh: MeshSetting | None, t5x_settings: Mapping[str, Any]) -> AnyM
         raise ValueError(
             f'{value_str(mesh)} is a layout, not a mesh: write layout={value_str(mesh)}'
         )
-    if isinstance(mesh, Iterable) and all(isinstance(d, jax.Device) for d in np.ravel(mesh)):
+    devices = np.ravel(cast(Any, mesh))
+    if devices.size and all(isinstance(device, jax.Device) for device in devices):
         raise ValueError(
-            f'mesh={value_str(mesh)} of devices has no axes: write mesh=MeshConfig('
-            "axes={'data': -1}, devices=...)"
+            f'mesh= is {devices.size} devices without axes: write '
+            "mesh=MeshConfig(axes={'data': -1}, devices=...)"
         )
     raise ValueError(
         f'mesh={value_str(mesh)} must be a jax Mesh or AbstractMesh, axis sizes such as '

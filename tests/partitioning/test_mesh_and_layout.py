@@ -73,7 +73,7 @@ def test_a_described_machine():
         ('v9:2x2', 'unknown topology'),
         ([4, 2], '^mesh=.*axis sizes such as'),
         ({'data': 3}, 'number of devices is 8'),
-        (jax.devices(), 'a list of 8 of devices has no axes: write mesh=MeshConfig'),
+        (jax.devices(), 'mesh= is 8 devices without axes: write mesh=MeshConfig'),
     ],
 )
 def test_values_that_are_not_meshes(mesh, said):
