@@ -10,12 +10,20 @@ _UNITS |= {f'{p}iB': 2 ** (10 * i) for i, p in enumerate('KMGTP', 1)}
 _PREFIXES = ((1e18, 'E'), (1e15, 'P'), (1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (1e3, 'k'))
 
 
-def bytes_str(count: float) -> str:
-    """A number of bytes: '768 bytes', '98.3 kB', '3.6 MB' or '2.30 GiB'."""
+def bytes_str(count: float, beside: float = 0) -> str:
+    """A number of bytes: '768 bytes', '98.3 kB', '3.6 MB' or '2.30 GiB'.
+
+    `beside` is the largest number of its table. If that is in GiB, smaller ones are of the same
+    kind: '96.0 KiB' or '3.4 MiB'.
+    """
     if count < 1000:
         return f'{count:.0f} byte{"" if round(count) == 1 else "s"}'
     if count >= 1e9:
         return f'{count / 2**30:,.2f} GiB'
+    if beside >= 1e9:
+        return (
+            f'{count / 2**20:,.1f} MiB' if count >= 0.99995 * 2**20 else f'{count / 2**10:,.1f} KiB'
+        )
     return f'{count / 1e6:,.1f} MB' if count >= 0.99995e6 else f'{count / 1e3:,.1f} kB'
 
 

@@ -36,7 +36,7 @@ SENT = 'sent by a device per call'
 TIME = 'time of a call'
 ITSELF = 'the forecast itself'
 
-_FORMATS = {'bytes': bytes_str, 'FLOPs': flops_str, 'seconds': seconds_str, 'share': share_str}
+_FORMATS = {'FLOPs': flops_str, 'seconds': seconds_str, 'share': share_str}
 _VERDICTS = {True: 'fits', False: 'does not fit', None: 'limit not known'}
 _LISTED = 8  # parts of the time
 _SMALL = 0.001  # smaller shares of the time are added up
@@ -54,6 +54,7 @@ class Figure:
       source: where the value comes from.
       depth: 2 or 3 if it is a part of a figure above it.
       is_addend: whether its section has a line for each part of a sum, the largest first.
+      beside: the largest number of bytes in its table.
     """
 
     section: str
@@ -63,6 +64,7 @@ class Figure:
     source: Source = 'analytic'
     depth: int = 1
     is_addend: bool = False
+    beside: float = 0.0
 
     @property
     def text(self) -> str:
@@ -71,6 +73,8 @@ class Figure:
             return self.value or '-'
         if self.unit == 'seconds' and self.value < 1e-6:
             return '<1 µs' if self.value else '-'
+        if self.unit == 'bytes':
+            return bytes_str(self.value, self.beside)
         return _FORMATS[self.unit](self.value)
 
 
@@ -177,10 +181,15 @@ def sum_collectives(collectives: Iterable[Collective]) -> tuple[Sent, ...]:
     )
 
 
-def find_figures(forecast: Forecast) -> tuple[Figure, ...]:
-    """The figures of a forecast, in the order of the table."""
+def find_figures(forecast: Forecast, beside: float = 0.0) -> tuple[Figure, ...]:
+    """The figures of a forecast, in the order of the table.
+
+    `beside` is the largest number of bytes in other columns of the table.
+    """
     parts = (_machine, _memory, _computation, _sent, _time, _itself)
-    return tuple(figure for part in parts for figure in part(forecast))
+    found = (figure for part in parts for figure in part(forecast))
+    most = max(beside, forecast.most_bytes)
+    return tuple(dataclasses.replace(f, beside=most) if f.unit == 'bytes' else f for f in found)
 
 
 def figure_of(forecast: Forecast, section: str, label: str) -> Figure:
@@ -191,7 +200,8 @@ def figure_of(forecast: Forecast, section: str, label: str) -> Figure:
 
 def table_rows(forecasts: Sequence[Forecast]) -> list[Row]:
     """The figures of forecasts next to each other, without rows in which nothing is known."""
-    tables = [{(f.section, f.label): f for f in find_figures(one)} for one in forecasts]
+    most = max((one.most_bytes for one in forecasts), default=0.0)
+    tables = [{(f.section, f.label): f for f in find_figures(one, most)} for one in forecasts]
     known: dict[tuple[str, str], Figure] = {}
     for table in tables:
         known |= table
@@ -238,7 +248,8 @@ def _machine(forecast: Forecast) -> Iterator[Figure]:
     memory, fits = forecast.memory, 'not known'
     if memory.limit is not None:
         free = memory.limit - memory.peak
-        fits = f'yes, {bytes_str(free)} free' if free >= 0 else f'NO, lacks {bytes_str(-free)}'
+        left = forecast.show_bytes(abs(free))
+        fits = f'yes, {left} free' if free >= 0 else f'NO, lacks {left}'
         if forecast.is_close:
             fits = f'close: {fits.partition(", ")[2]}'
     yield Figure(MACHINE, 'devices', f'{forecast.num_devices:,}', 'text')

@@ -77,6 +77,15 @@ class MemoryForecast:
         """Whether a device has the memory; None if its limit is not known."""
         return None if self.limit is None else self.peak <= self.limit
 
+    @property
+    def largest(self) -> int:
+        """The largest of its figures, in bytes."""
+        return max(self.limit or 0, self.peak, self.analytic_peak)
+
+    def show_bytes(self, count: float) -> str:
+        """A number of bytes, in units of the same kind as all of these."""
+        return bytes_str(count, self.largest)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replicated:
@@ -208,6 +217,16 @@ class Forecast:
         if limit is None or self.back_end != 'none':
             return False
         return is_close(peak, limit, FORMULA_ERROR)
+
+    @property
+    def most_bytes(self) -> float:
+        """The largest number of bytes in its tables."""
+        sent = sum(collective.total_bytes for collective, _ in self.collectives)
+        return max(self.memory.largest, sent)
+
+    def show_bytes(self, count: float) -> str:
+        """A number of bytes, in units of the same kind as all others in its tables."""
+        return bytes_str(count, self.most_bytes)
 
     @property
     def mfu(self) -> float | None:

@@ -22,7 +22,6 @@ from meshwright.report.forecasts import Forecast, Replicated
 from meshwright.report.suggestions import SUGGESTED, list_suggestions, nothing_to_change
 from meshwright.report.time_words import range_sentence
 from meshwright.report.tried import tried_text
-from partitioning.amounts import bytes_str
 
 WIDTH = 100  # columns of a terminal
 _LABEL = 30  # characters of the labels, and of the column of a machine, at least
@@ -132,7 +131,7 @@ def _replicated(forecast: Forecast) -> Iterator[str]:
     for key in sorted(groups, key=lambda k: -sums[k]):
         (axes, reason), arrays = key, groups[key]
         others = f' and {len(arrays) - 1} more' if len(arrays) > 1 else ''
-        size = f'{bytes_str(sums[key]):>10}'
+        size = f'{forecast.show_bytes(sums[key]):>10}'
         # The shortest path is the path of a parameter, and not of its optimizer state.
         path = min((array.path for array in arrays), key=lambda path: (path.count('/'), path))
         yield f'{size}  {path}{others} over {axes}: {reason}'
@@ -151,7 +150,8 @@ def _exchanges(forecast: Forecast) -> Iterator[str]:
     for key in sorted(groups, key=lambda key: -sums[key]):
         several = f'{len(groups[key])} x ' if len(groups[key]) > 1 else ''
         kinds = ' and '.join(sorted({c.kind for c in groups[key]}, reverse=True))
-        yield f'{bytes_str(sums[key]):>10}  {several}{kinds} {key[1]}'
+        size = forecast.show_bytes(sums[key])
+        yield f'{size:>10}  {several}{kinds} {key[1]}'
 
 
 def _exchange(collective: Collective, cause: Cause | None) -> str:
@@ -179,12 +179,14 @@ def _buffers(forecast: Forecast) -> Iterator[str]:
         names = [f'[{", ".join(map(str, axes))}]'] if any(axes) else []
         source = cause.source if cause else array.source
         parts = [p for p in (*names, operation, source) if p]
-        yield f'{bytes_str(array.nbytes):>10}  {several}{array.array} {", ".join(parts)}'.rstrip()
+        size = forecast.show_bytes(array.nbytes)
+        yield f'{size:>10}  {several}{array.array} {", ".join(parts)}'.rstrip()
 
 
 def _changes(forecast: Forecast) -> Iterator[str]:
     for change in forecast.changes:
-        figure = f'{bytes_str(change.peak)}, {verdict(change.fits)}'
+        peak = forecast.show_bytes(change.peak)
+        figure = f'{peak}, {verdict(change.fits)}'
         yield f'{change.setting}: {figure} ({source_name(change.peak_from, forecast)})'
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from meshwright.report.forecasts import Forecast
 from meshwright.report.page.cause_lines import cause_markup
 from meshwright.report.page.html_tables import Cell, Column, sortable_table
 from meshwright.report.page.markup import Html, tag
-from partitioning.amounts import bytes_str
 from partitioning.plan import PlanRow
 from partitioning.plan.tables import count, shape_str, spec_or_padded_str
 
@@ -36,10 +37,10 @@ def show_arrays(forecast: Forecast, name: str) -> Html | None:
     """Returns the table of the arguments' arrays; the table gets the name `name`."""
     if not forecast.arrays:
         return None
-    held = bytes_str(sum(row.bytes_per_device for row in forecast.arrays))
+    held = forecast.show_bytes(sum(row.bytes_per_device for row in forecast.arrays))
     words = f'{count(len(forecast.arrays), "array")}, {held} per device.'
     caption = 'arrays of the arguments, with their layouts'
-    rows = [_array(row) for row in forecast.arrays]
+    rows = [_array(row, forecast.show_bytes) for row in forecast.arrays]
     return _section('Arrays', words, sortable_table(name, caption, _ARRAYS, rows))
 
 
@@ -51,12 +52,12 @@ def show_replicated(forecast: Forecast, name: str) -> Html | None:
         [
             Cell(content=tag('code', array.path)),
             Cell(content=', '.join(array.axes)),
-            Cell(content=bytes_str(array.nbytes), value=array.nbytes),
+            Cell(content=forecast.show_bytes(array.nbytes), value=array.nbytes),
             Cell(content=array.reason),
         ]
         for array in forecast.replicated
     ]
-    held = bytes_str(sum(array.nbytes for array in forecast.replicated))
+    held = forecast.show_bytes(sum(array.nbytes for array in forecast.replicated))
     words = f'{count(len(rows), "array")}, {held} per device.'
     caption = 'arrays that several devices hold in full'
     return _section('Replicated', words, sortable_table(name, caption, _REPLICATED, rows))
@@ -69,7 +70,7 @@ def show_buffers(forecast: Forecast, name: str) -> Html | None:
     rows = [
         [
             Cell(content=tag('code', buffer.array)),
-            Cell(content=bytes_str(buffer.nbytes), value=buffer.nbytes),
+            Cell(content=forecast.show_bytes(buffer.nbytes), value=buffer.nbytes),
             Cell(content=f'{buffer.count:,}', value=buffer.count),
             Cell(content=cause_markup(cause, buffer.source, buffer.op_name)),
         ]
@@ -86,7 +87,7 @@ def _section(title: str, words: str, table: Html) -> Html:
     return tag('section', tag('h3', title), tag('p', words, class_='words'), table)
 
 
-def _array(row: PlanRow) -> list[Cell]:
+def _array(row: PlanRow, show: Callable[[float], str]) -> list[Cell]:
     names = ', '.join(str(name) for name in row.logical_axes)
     shard = shape_str(row.shard_shape)
     spec = tag('code', spec_or_padded_str(row.spec))
@@ -98,6 +99,6 @@ def _array(row: PlanRow) -> list[Cell]:
             value=row.bytes_total,
         ),
         Cell(content=[spec, tag('small', names) if names else None]),
-        Cell(content=bytes_str(row.bytes_per_device), value=row.bytes_per_device),
+        Cell(content=show(row.bytes_per_device), value=row.bytes_per_device),
         Cell(content=row.reason),
     ]

@@ -13,7 +13,6 @@ from meshwright.report.page.bars import Part, color_of, legend, stacked_bar
 from meshwright.report.page.cause_lines import cause_markup
 from meshwright.report.page.html_tables import Cell, Column, sortable_table
 from meshwright.report.page.markup import Html, tag
-from partitioning.amounts import bytes_str
 
 _COLUMNS = (
     Column(key='exchange', title='exchange'),
@@ -67,12 +66,17 @@ def _by_axis(forecast: Forecast) -> Html:
     drawn: list[Html] = []
     small = []
     for (network, axes), held in sorted(totals.items(), key=lambda t: -sum(t[1].values())):
-        figure = bytes_str(sum(held.values()))
+        figure = forecast.show_bytes(sum(held.values()))
         if sum(held.values()) < _SMALL * most:
             small.append(f'{axes} {figure}')
             continue
         parts = [
-            Part(name=kind, size=held[kind], figure=bytes_str(held[kind]), color=color_of(number))
+            Part(
+                name=kind,
+                size=held[kind],
+                figure=forecast.show_bytes(held[kind]),
+                color=color_of(number),
+            )
             for number, kind in enumerate(kinds)
             if kind in held
         ]
@@ -107,7 +111,7 @@ def _row(forecast: Forecast, group: Sequence[_Exchange]) -> list[Cell]:
     return [
         Cell(content=[tag('b', collective.kind), tag('small', shown, class_='code')]),
         Cell(content=[_axes(collective.axes), tag('small', within, class_='short')]),
-        Cell(content=bytes_str(sent), value=sent),
+        Cell(content=forecast.show_bytes(sent), value=sent),
         Cell(content=f'{times:,}', value=times),
         Cell(content=schedule),
         Cell(content=cause_markup(cause, collective.source, collective.op_name)),

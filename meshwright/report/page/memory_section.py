@@ -7,7 +7,7 @@ from meshwright.report.forecasts import Forecast, MemoryForecast
 from meshwright.report.page.bars import Part, legend, lens, mark, stacked_bar
 from meshwright.report.page.html_tables import plain_table
 from meshwright.report.page.markup import Html, tag
-from partitioning.amounts import bytes_str, share_str
+from partitioning.amounts import share_str
 
 _PARAMETERS, _OPTIMIZER, _BATCH, _OTHER, _GRADIENTS, _ACTIVATIONS, _TEMPORARIES = range(7)
 
@@ -19,7 +19,7 @@ def show_memory(forecast: Forecast) -> Html:
     parts = _by_formula(memory)
     if compiled:
         rest = max(memory.peak - memory.arguments, 0)
-        parts = _arguments(memory) + _parts(('temporaries at the peak', rest, _TEMPORARIES))
+        parts = _arguments(memory) + _parts(memory, ('temporaries at the peak', rest, _TEMPORARIES))
     bar = stacked_bar(parts, max(sum(p.size for p in parts), 1), 'what fills the memory')
     blocks = [
         tag('div', tag('p', _words(memory), class_='words'), meter(memory)),
@@ -32,7 +32,7 @@ def show_memory(forecast: Forecast) -> Html:
         blocks += [
             tag(
                 'h4',
-                f'By formula, without a compiler: {bytes_str(memory.analytic_peak)}',
+                f'By formula, without a compiler: {memory.show_bytes(memory.analytic_peak)}',
                 tag('small', f' {_difference(memory)}'),
             ),
             stacked_bar(formula, whole, 'the memory by formula'),
@@ -42,7 +42,7 @@ def show_memory(forecast: Forecast) -> Html:
         rows = [
             (
                 tag('code', change.setting),
-                bytes_str(change.peak),
+                memory.show_bytes(change.peak),
                 verdict(change.fits),
                 'compiler' if change.peak_from == 'compiler' else 'formula',
             )
@@ -59,25 +59,27 @@ def meter(memory: MemoryForecast) -> Html:
     """Returns a small bar of the peak against the limit."""
     whole = max(memory.limit or 0, memory.peak, 1)
     color = 'full' if memory.fits is False else 'used'
-    used = Part(name='peak', size=memory.peak, figure=bytes_str(memory.peak), color=0)
+    used = Part(name='peak', size=memory.peak, figure=memory.show_bytes(memory.peak), color=0)
     marks = []
     if memory.limit is not None:
-        limit = f'limit: {bytes_str(memory.limit)}'
+        limit = f'limit: {memory.show_bytes(memory.limit)}'
         marks.append(mark(memory.limit / whole, 'limit', limit))
     return tag('div', stacked_bar([used], whole, _words(memory), *marks), class_=f'meter {color}')
 
 
 def _words(memory: MemoryForecast) -> str:
     if memory.limit is None:
-        return f'{bytes_str(memory.peak)} at the peak; the limit of this chip is not known'
+        return f'{memory.show_bytes(memory.peak)} at the peak; the limit of this chip is not known'
     free = memory.limit - memory.peak
-    left = f'{bytes_str(free)} free' if free >= 0 else f'{bytes_str(-free)} too much'
-    share = share_str(memory.peak / memory.limit)
-    return f'{bytes_str(memory.peak)} of {bytes_str(memory.limit)} at the peak ({share}), {left}'
+    left = memory.show_bytes(abs(free))
+    left += ' free' if free >= 0 else ' too much'
+    peak, limit = memory.show_bytes(memory.peak), memory.show_bytes(memory.limit)
+    return f'{peak} of {limit} at the peak ({share_str(memory.peak / memory.limit)}), {left}'
 
 
 def _arguments(memory: MemoryForecast) -> list[Part]:
     return _parts(
+        memory,
         ('parameters', memory.parameters, _PARAMETERS),
         ('optimizer', memory.optimizer, _OPTIMIZER),
         ('batch', memory.batch, _BATCH),
@@ -88,15 +90,16 @@ def _arguments(memory: MemoryForecast) -> list[Part]:
 def _by_formula(memory: MemoryForecast) -> list[Part]:
     rest = memory.analytic_peak - memory.arguments - memory.gradients - memory.activations
     return _arguments(memory) + _parts(
+        memory,
         ('gradients', memory.gradients, _GRADIENTS),
         ('activations for the backward pass', memory.activations, _ACTIVATIONS),
         ('other temporaries', max(rest, 0), _TEMPORARIES),
     )
 
 
-def _parts(*parts: tuple[str, int, int]) -> list[Part]:
+def _parts(memory: MemoryForecast, *parts: tuple[str, int, int]) -> list[Part]:
     return [
-        Part(name=name, size=size, figure=bytes_str(size), color=color)
+        Part(name=name, size=size, figure=memory.show_bytes(size), color=color)
         for name, size, color in parts
         if size
     ]

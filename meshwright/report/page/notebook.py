@@ -6,7 +6,7 @@ from meshwright.report.figures import ITSELF, machine_name, table_rows, verdict
 from meshwright.report.forecasts import Forecast
 from meshwright.report.page.html_tables import plain_table
 from meshwright.report.page.markup import Html, tag
-from partitioning.amounts import bytes_str, share_str
+from partitioning.amounts import share_str
 from partitioning.rules import describe_axes
 
 _ROLES = (
@@ -46,15 +46,15 @@ def _bar(forecast: Forecast) -> Html:
     drawn = [
         tag(
             'span',
-            title=f'{name}: {bytes_str(size)}',
+            title=f'{name}: {forecast.show_bytes(size)}',
             style=f'background: {color}; width: {100 * size / whole:.3g}%',
         )
         for name, size, color in parts
         if size
     ]
-    limit = '' if memory.limit is None else f' of {bytes_str(memory.limit)}'
+    limit = '' if memory.limit is None else f' of {forecast.show_bytes(memory.limit)}'
     share = '' if memory.limit is None else f' ({share_str(memory.peak / memory.limit)})'
-    legend = ', '.join(f'{name} {bytes_str(size)}' for name, size, _ in parts if size)
+    legend = ', '.join(f'{name} {forecast.show_bytes(size)}' for name, size, _ in parts if size)
     return tag(
         'div',
         tag(
@@ -62,5 +62,5 @@ def _bar(forecast: Forecast) -> Html:
             *drawn,
             style='display: flex; height: 1.2em; background: #ececec; border-radius: 3px',
         ),
-        tag('small', f'{bytes_str(memory.peak)}{limit}{share} at the peak: {legend}'),
+        tag('small', f'{forecast.show_bytes(memory.peak)}{limit}{share} at the peak: {legend}'),
     )

@@ -91,7 +91,7 @@ def tiles(forecast: Forecast) -> Html:
     for sent in sum_exchanges(forecast):
         name = network_name(forecast, sent.network, sent.axes)
         sums[name] = sums.get(name, 0) + sent.bytes
-    networks = ', '.join(f'{name} {bytes_str(size)}' for name, size in sums.items())
+    networks = ', '.join(f'{name} {forecast.show_bytes(size)}' for name, size in sums.items())
     shown = [
         _tile(forecast, 'peak memory', MEMORY, 'peak', share),
         _tile(forecast, 'step time', TIME, 'forecast', _time_note(forecast)),
