@@ -7,8 +7,12 @@ a file with what the compiler has said, so a campaign can be resumed. Then the s
 the order in which it asks for them. Step times are forecasts, computed anew from what is stored, so
 a change of the step-time model needs no compilation.
 
+With `--whole`, the search runs over all combinations that a user's search tries, and compiles what
+it asks for.
+
 Usage:
   python benchmarks/search.py [--cases=1b,8b] [--results=FILE] [--pictures=DIR] [--no_compile]
+  python benchmarks/search.py --whole=FOLDER [--cases=1b,8b] [--results=FILE] [--best=8]
 
 What it printed is in `results/search.md`.
 """
@@ -28,8 +32,10 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 
 import gin
 import jax
+from etils.epath import Path as EPath
 
 from benchmarks.campaigns import (
+    call_in_new_process,
     measure_in_new_process,
     package_versions,
     read_results,
@@ -44,10 +50,12 @@ from train.errors import first_line
 from train.gin.load import find_config, load_config
 from train.planning.candidates import Candidate, change_run, sizes_of
 from train.planning.forecasts import PlannedStep, plan_step, predict_step
+from train.planning.gin_text import write_gin
 from train.planning.machines import Machine, parse_machine, stand_in
 from train.planning.presets import Layout
+from train.planning.search_runs import search_run
 from train.planning.searching import Outcome, Prediction, search
-from train.planning.space import Choices, Space, list_space
+from train.planning.space import Choices, Space, choices_for, list_space
 from train.planning.tables import draw_search, summary_lines
 
 RESULTS = 'build/search_results.json'
@@ -140,13 +148,19 @@ def plan(case: Case, candidate: Candidate) -> PlannedStep:
     return plan_step(change_run(config, candidate, machine))
 
 
-def measure(name: str, number: int) -> dict[str, Any]:
+def whole_space_of(case: Case) -> Space:
+    """Returns the space of a search with its defaults."""
+    config, machine = read(case)
+    return list_space(sizes_of(config, machine.num_devices), choices_for(machine.chip.name))
+
+
+def measure(name: str, number: int, whole: bool = False) -> dict[str, Any]:
     """Compiles a candidate of a case, and returns what the compiler says about it.
 
     For short files, all exchanges of a kind over the same axes are one.
     """
     case = KNOWN[name]
-    candidate = space_of(case).candidates[number]
+    candidate = (whole_space_of if whole else space_of)(case).candidates[number]
     step, arguments = (planned := plan(case, candidate)).step, planned.arguments
     mesh = planned.run.config.partitioner.mesh
     jaxpr = step.trace(*arguments).jaxpr
@@ -205,6 +219,43 @@ def compile_all(case: Case, path: Path, results: dict[str, dict[str, Any]]) -> N
         own[stored.pop('candidate')] = stored
         write_results(path, results)
         print(f'{case.name} {number + 1}/{len(candidates)}: {candidate}', flush=True)
+
+
+def search_whole(
+    case: Case, path: Path, results: dict[str, dict[str, Any]], folder: Path, best: int
+) -> None:
+    """Searches the whole space of a case; the folder remembers what formulas say."""
+    (config, machine), own = read(case), results.setdefault(case.name, {})
+    limit, candidates = machine.chip.hbm_bytes_per_device, whole_space_of(case).candidates
+
+    def compile_candidate(candidate: Candidate) -> Outcome:
+        if str(candidate) not in own:
+            stored = call_in_new_process(measure, case.name, candidates.index(candidate), True)
+            own[stored.pop('candidate')] = stored
+            write_results(path, results)
+        mesh = change_run(config, candidate, machine).partitioner.mesh
+        return outcome_of(own[str(candidate)], mesh, limit)
+
+    def write(candidate: Candidate, comment: Sequence[str]) -> str:
+        run = sizes_of(config, machine.num_devices)
+        return write_gin(candidate, run, case.files, case.bindings, comment)
+
+    found = search_run(
+        config,
+        machine,
+        EPath(folder) / case.name,
+        best=best,
+        compile_candidate=compile_candidate,
+        write=write,
+    )
+    for one in found.result.found:
+        if one.outcome and one.outcome.seconds and one.prediction:
+            bound = one.prediction.bound
+            print(
+                f'  {one.candidate!s:60}{one.outcome.seconds:8.4f} s, bound {bound:.4f} s, '
+                f'{bound / one.outcome.seconds - 1:.1%}'
+            )
+    print(*summary_lines(found.result), f'{time.process_time():.0f} s of formulas', sep='\n')
 
 
 def search_case(case: Case, stored: Mapping[str, Any], pictures: Path | None) -> None:
@@ -273,10 +324,15 @@ def main() -> None:
     parser.add_argument('--results', type=Path, default=Path(RESULTS), help=f'({RESULTS})')
     parser.add_argument('--pictures', type=Path, help='the folder for pictures of the searches')
     parser.add_argument('--no_compile', action='store_true', help='only what the file has')
+    parser.add_argument('--whole', type=Path, help='search whole spaces, and write to this folder')
+    parser.add_argument('--best', type=int, default=8, help='of whole spaces: programs (8)')
     arguments = parser.parse_args()
     path = arguments.results
     results = read_results(path)
     for name in arguments.cases.split(','):
+        if arguments.whole:
+            search_whole(KNOWN[name], path, results, arguments.whole, arguments.best)
+            continue
         if not arguments.no_compile:
             compile_all(KNOWN[name], path, results)
         search_case(KNOWN[name], results.get(name, {}), arguments.pictures)

@@ -89,6 +89,7 @@ def estimate_step_time(
     )
 
 
+WAITING = 'waiting for the slowest slice or GPU'  # the name of a part
 # The mean of the largest of n numbers with a normal distribution, of variance 1 and mean 0.
 _LARGEST_OF = {
     **{1: 0.0, 2: 0.564, 4: 1.029, 8: 1.424, 16: 1.766, 32: 2.070, 64: 2.344, 128: 2.595},
@@ -105,7 +106,7 @@ def wait_for_slowest(loads: Loads, constants: ChipConstants, busy: float) -> Tim
     counts = list(_LARGEST_OF)
     most = np.interp(math.log2(loads.num_separate), np.log2(counts), [*_LARGEST_OF.values()])
     seconds = busy * constants.speed_spread * float(most)
-    return TimePart(name='waiting for the slowest slice or GPU', seconds=seconds, exposed=seconds)
+    return TimePart(name=WAITING, seconds=seconds, exposed=seconds)
 
 
 def busy_parts(loads: Loads, constants: ChipConstants) -> list[TimePart]:

@@ -1,6 +1,5 @@
 """The search for a run on a described TPU, with settings of Python."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -11,14 +10,14 @@ import optax
 import pytest
 from described_machines import needs_libtpu
 from etils import epath
-from forecasts_by_hand import NOTHING
 
+from meshwright.time.step_model import TimePart
 from partitioning import PjitPartitioner
 from train import NextToken, Optimizer, TrainConfig
 from train.data import RandomTokens
 from train.models.transformer import Transformer, TransformerConfig
 from train.planning.candidates import change_run
-from train.planning.forecasts import least_work, plan_step, predict_step
+from train.planning.forecasts import least_seconds, plan_step, predict_step
 from train.planning.machines import move_to, parse_machine
 from train.planning.presets import Layout
 from train.planning.search_runs import search_run
@@ -138,11 +137,15 @@ def test_formulas_and_the_bound_of_a_step():
     assert prediction.peak > 4 * (weights + 384 * 128) * 3 / 4
 
 
-def test_the_least_work_has_products_at_the_peak_rate():
-    work = dataclasses.replace(NOTHING, matmul_flops=197e12, other_bytes=1e9, host_bytes=5.0)
-    least = least_work(work, even_share=300e12)
-    assert least.matmul_seconds == pytest.approx(1.0)
-    assert (least.other_seconds, least.other_bytes, least.host_bytes) == (0, 0, 0)
-    assert least_work(work, even_share=98.5e12).matmul_seconds == pytest.approx(0.5)
-    gpu = least_work(dataclasses.replace(work, chip='h100'), even_share=300e12)
-    assert gpu.matmul_seconds is None, 'products take what the model says'
+def test_the_bound_counts_shares_of_the_parts_of_a_step():
+    """By hand: 3 + 1/3 of 0.6 + 0.9 of 1 + half of 0.4, and 1% more for what slices wait."""
+    exposed = {
+        'matrix products': 3.0,
+        'other operations': 0.6,
+        'all-gather over data (ICI)': 1.0,
+        'latency of exchanges': 0.5,
+        'copies to and from the host': 0.4,
+        'waiting for the slowest slice or GPU': 0.055,
+    }
+    parts = [TimePart(name=name, seconds=9.0, exposed=s) for name, s in exposed.items()]
+    assert least_seconds(parts) == pytest.approx((4.3 * 1.01, 0.9 * 1.01))

@@ -4,10 +4,12 @@ Nothing is compiled here. Expected values are counted by hand or published, and 
 rows are the committed ones.
 """
 
+import collections
 import copy
 import dataclasses
 import importlib.util
 import math
+import statistics
 from pathlib import Path
 
 import pytest
@@ -38,9 +40,12 @@ from benchmarks.measured_steps.scoring import (
     score,
 )
 from meshwright import Collective
+from meshwright.time.constants import constants_of
 from meshwright.time.loads import ExchangeLoad, Loads
+from meshwright.time.step_model import busy_parts
 from partitioning.hardware import CHIPS
 from partitioning.hardware.chips import torus_wrap
+from train.planning.forecasts import least_seconds
 
 ROWS = {row.name: row for row in load_rows()}
 REBUILT = {name: p for name, row in ROWS.items() if not isinstance(p := rebuild(row), str)}
@@ -59,6 +64,22 @@ def test_forecasts_of_all_rows_are_the_committed_ones(capsys, monkeypatch):
     forecast_truth.print_forecasts(cases, reasons)
     committed = Path(records.__file__).with_name('forecast_truth.txt').read_text()
     assert committed == capsys.readouterr().out
+
+
+def test_no_compiled_program_is_below_the_bound_of_its_formulas():
+    """33 programs of four chips, of which the compiler's forecast and the formulas are kept."""
+    pairs = collections.defaultdict(dict)
+    for case in list_cases(records.read_records(records.TRACED), records.read_records())[0]:
+        if case.dense:
+            pairs[case.name][case.origin] = busy_parts(case.loads, constants_of(CHIPS[case.chip]))
+    found = {}
+    for name, by_origin in pairs.items():
+        if len(by_origin) == 2:
+            least, _ = least_seconds(by_origin['jaxpr'])
+            found[name] = least / math.fsum(part.exposed for part in by_origin['compiler'])
+    assert len(found) > 30
+    assert 0.95 < max(found.values()) < 1, found
+    assert statistics.median(found.values()) > 0.85
 
 
 def test_all_models_have_the_parameters_of_their_rows():

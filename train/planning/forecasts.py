@@ -7,15 +7,16 @@ import dataclasses
 import math
 import shlex
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.forecasting import forecast
 from meshwright.jaxpr import estimate_memory, trace_function
 from meshwright.report.forecasts import Forecast
-from meshwright.time import Work, estimate_step_time, estimate_work
+from meshwright.time import estimate_step_time, estimate_work
 from meshwright.time.layers import describe_layers
+from meshwright.time.step_model import WAITING, TimePart
 from partitioning.hardware import CHIPS, chip_of
 from partitioning.products.flops import count_jaxpr_flops
 from partitioning.programs.partitioned_function import PartitionedCallable
@@ -123,34 +124,42 @@ def predict_step(planned: PlannedStep) -> Prediction:
         )
     traced = trace_function(planned.step, *planned.arguments)
     work = estimate_work(traced, chip, layers=describe_layers(traced))
+    # Compilers compute nothing twice over devices that can share it.
     even_share = count_jaxpr_flops(traced.jaxpr, kernels=False) / mesh.size
-    time = estimate_step_time(work, mesh)
-    bound = estimate_step_time(least_work(work, even_share), mesh)
-    assert time is not None and bound is not None  # the chip is known
+    least = dataclasses.replace(work, matmul_flops=min(work.matmul_flops, even_share))
+    time, shared = estimate_step_time(work, mesh), estimate_step_time(least, mesh)
+    assert time is not None and shared is not None  # the chip is known
+    bound, exchanges = least_seconds(shared.parts)
     peak = estimate_memory(traced, chip).peak
-    return Prediction(peak=peak, seconds=time.seconds, bound=bound.seconds)
+    return Prediction(peak=peak, seconds=time.seconds, bound=bound, exchanges=exchanges)
 
 
-def least_work(work: Work, even_share: float) -> Work:
-    """The least that any compiled program of a traced function does, for a bound on its time.
+# The least shares of the parts of a step by formula that compiled programs had, rounded down:
+# products and kernels 1.00, exchanges 0.97, latency 0.20, copies 1.02, other operations 0.42.
+# `tests/train/test_fitting.py` compares all programs whose compiled form is kept.
+_LEAST = {
+    'matrix products': 1.0,
+    'kernels': 1.0,
+    'other operations': 1 / 3,
+    'latency of exchanges': 0.0,
+    'copies to and from the host': 0.5,
+}
+_LEAST_OF_EXCHANGES = 0.9
 
-    Its matrix products run at the peak rate of the chip, its kernels do what they do, and all other
-    operations and all exchanges of data take no time. On chips whose compiler estimates nothing,
-    products take what the model says, as they do for compiled programs. `even_share` is the FLOPs
-    of products of a device if nothing is computed twice over devices.
+
+def least_seconds(time: Iterable[TimePart]) -> tuple[float, float]:
+    """A time below every compiled program of a step, and what exchanges take of it, in seconds.
+
+    `time` has the parts of the step by formula. A step waits for the slowest slice or GPU in
+    proportion to its other parts.
     """
-    chip = CHIPS[work.chip]
-    flops = min(work.matmul_flops, even_share)
-    at_peak = flops / chip.peak_flops_per_device
-    return dataclasses.replace(
-        work,
-        matmul_flops=flops,
-        matmul_seconds=at_peak if chip.clock_hz else None,
-        other_seconds=0.0,
-        other_bytes=0.0,
-        collectives=(),
-        host_bytes=0.0,
-    )
+    parts = {part.name: part.exposed for part in time}
+    waiting = parts.pop(WAITING, 0.0)
+    busy = math.fsum(parts.values())
+    known = math.fsum(share * parts.pop(name, 0.0) for name, share in _LEAST.items())
+    exchanges = _LEAST_OF_EXCHANGES * math.fsum(parts.values())
+    factor = 1 + waiting / busy if busy else 1.0
+    return (known + exchanges) * factor, exchanges * factor
 
 
 _SECONDS_FOR_GIT = 5.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,7 +18,6 @@ Status = Literal['compiled', 'not compiled', 'too slow', 'too large', 'impossibl
 # How much evidence a setting needs before it is believed: with one compiled candidate, a setting
 # takes half of what is unexplained, with three of them three quarters.
 _DOUBT = 1.0
-_MARGIN, _ENOUGH = 2 / 3, 3  # of the likely bound; the candidates that it needs
 _SLOW = 1.5  # times the fastest: slower layouts are not tried only because they are others
 
 
@@ -29,12 +28,15 @@ class Prediction:
     Attributes:
       peak: the memory of a device at its fullest, in bytes.
       seconds: the time of a step.
-      bound: a time that no compiled program of the candidate can be forecast to stay below.
+      bound: a time that no compiled program of the candidate is forecast to stay below, as far as
+        compiled programs have shown.
+      exchanges: the part of the bound that exchanges of data take.
     """
 
     peak: int
     seconds: float
     bound: float
+    exchanges: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,45 +108,22 @@ class SearchResult:
 
     @property
     def bound(self) -> float | None:
-        """The step time in seconds that no candidate of the space can be forecast to stay below."""
-        times = [f.prediction.bound for f in self.found if f.prediction and _is_open(f.status)]
-        times += [found.seconds for found in self.found if found.seconds is not None]
-        return min(times, default=None)
+        """The step time in seconds that no candidate of the space is forecast to stay below.
 
-    @property
-    def likely_bound(self) -> float | None:
-        """The step time in seconds that no candidate is likely to stay below.
-
-        Programs also do what the bound leaves out. It counts by formulas, times the least share
-        that any compiled candidate took of it, and times a margin. It is the bound as long as fewer
-        than three are compiled.
+        If a compiled candidate is below its own bound, all bounds count less by this share.
         """
-        known = [
-            (f.outcome.seconds - f.prediction.bound) / (f.prediction.seconds - f.prediction.bound)
-            for f in self.found
-            if f.outcome and f.outcome.seconds and f.prediction
-            if f.prediction.seconds > f.prediction.bound
-        ]
-        share = _MARGIN * max(0.0, min(known)) if len(known) >= _ENOUGH else 0.0
+        trust = _trust(self.found)
         left = [f.prediction for f in self.found if f.prediction and _is_open(f.status)]
-        times = [p.bound + share * max(0.0, p.seconds - p.bound) for p in left]
+        times = [trust * prediction.bound for prediction in left]
         times += [found.seconds for found in self.found if found.seconds is not None]
         return min(times, default=None)
 
     @property
     def gap(self) -> float | None:
         """By which share the winner is slower than the bound: 0.05 if within 5%."""
-        return self._above(self.bound)
-
-    @property
-    def likely_gap(self) -> float | None:
-        """The same for the likely bound."""
-        return self._above(self.likely_bound)
-
-    def _above(self, bound: float | None) -> float | None:
-        if self.winner is None or self.winner.seconds is None or not bound:
+        if self.winner is None or self.winner.seconds is None or not self.bound:
             return None
-        return self.winner.seconds / bound - 1
+        return self.winner.seconds / self.bound - 1
 
     def count(self, status: Status) -> int:
         """The number of candidates with a status."""
@@ -153,6 +132,16 @@ class SearchResult:
 
 def _is_open(status: Status) -> bool:
     return status in ('not compiled', 'too slow')
+
+
+def _trust(found: Iterable[Found]) -> float:
+    """How far the compiled candidates stay below their bounds: 1 if none does."""
+    times = [
+        f.outcome.seconds / f.prediction.bound
+        for f in found
+        if f.outcome and f.outcome.seconds and f.prediction and f.prediction.bound
+    ]
+    return min([1.0, *times])
 
 
 def search(
@@ -170,7 +159,8 @@ def search(
     The next candidate to compile is the one with the shortest predicted time, after predictions
     have been corrected by what the compiled ones have shown. In the first half, each has another
     layout, and none has compiler options, of which formulas know nothing. A candidate is never
-    compiled if its bound is above the time of a compiled one.
+    compiled if its bound is above the time of a compiled one, and then candidates with more
+    microbatches are not even predicted.
 
     Args:
       predict: says by formulas what a candidate needs and takes. It raises ValueError if the
@@ -182,35 +172,82 @@ def search(
       say: prints a line about the progress.
     """
     found: dict[Candidate, Found] = {}
-    for number, candidate in enumerate(space.candidates, 1):
-        try:
-            prediction = predict(candidate)
-        except ValueError as error:
-            found[candidate] = Found(
-                candidate=candidate, status='impossible', reason=first_line(error)
-            )
-            continue
-        large = prediction.peak * (1 - tolerance) > limit
-        status: Status = 'too large' if large else 'not compiled'
-        found[candidate] = Found(candidate=candidate, status=status, prediction=prediction)
-        if number % 25 == 0:
-            say(f'predicted {number} of {len(space.candidates)} candidates')
+
+    def predict_open() -> None:
+        for candidate in _to_predict(space.candidates, found):
+            found[candidate] = _predict(candidate, predict, limit / (1 - tolerance))
+            if len(found) % 25 == 0:
+                say(f'predicted {len(found)} of {len(space.candidates)} candidates')
+
+    predict_open()
     for number in range(1, best + 1):
         chosen = _choose(list(found.values()), limit, varies_layouts=2 * number <= best + 1)
         if chosen is None:
             break
         say(f'compiling {number} of at most {best}: {chosen.candidate}')
         outcome = compile_candidate(chosen.candidate)
-        chosen = dataclasses.replace(chosen, status='compiled', outcome=outcome)
-        found[chosen.candidate] = chosen
+        found[chosen.candidate] = dataclasses.replace(chosen, status='compiled', outcome=outcome)
         say(_describe(outcome))
-        times = [one.seconds for one in found.values() if one.seconds is not None]
-        fastest = min(times, default=math.inf)
-        for one in list(found.values()):
-            if one.status == 'not compiled' and one.prediction and one.prediction.bound >= fastest:
-                found[one.candidate] = dataclasses.replace(one, status='too slow')
+        _rule_out(found)
+        predict_open()
+        _rule_out(found)
+    for candidate in space.candidates:  # slower than one that is too slow
+        found.setdefault(candidate, Found(candidate=candidate, status='too slow'))
     ordered = sorted(found.values(), key=_order)
     return SearchResult(found=tuple(ordered), dropped=dict(space.dropped), limit=limit)
+
+
+def _predict(
+    candidate: Candidate, predict: Callable[[Candidate], Prediction], most: float
+) -> Found:
+    """What formulas say about a candidate; `most` are the bytes from which it is too large."""
+    try:
+        prediction = predict(candidate)
+    except ValueError as error:
+        return Found(candidate=candidate, status='impossible', reason=first_line(error))
+    status: Status = 'too large' if prediction.peak > most else 'not compiled'
+    return Found(candidate=candidate, status=status, prediction=prediction)
+
+
+def _to_predict(
+    candidates: Sequence[Candidate], found: Mapping[Candidate, Found]
+) -> Iterator[Candidate]:
+    """The candidates that could win, as far as `found` says, which grows meanwhile.
+
+    More microbatches exchange more, and offloading copies in addition to what `remat = 'full'`
+    does: such a candidate is predicted only if the simpler one does not fit, or is not too slow
+    once there is a time to compare with.
+    """
+    known = any(one.seconds is not None for one in found.values())
+    present = {*candidates}
+    for candidate in candidates:
+        simpler = found.get(before) if (before := _simpler(candidate, present)) else None
+        if candidate in found or (before and simpler is None):
+            continue
+        status = simpler.status if simpler else 'impossible'
+        if status != 'too slow' and (known or status != 'not compiled'):
+            yield candidate
+
+
+def _simpler(candidate: Candidate, present: Collection[Candidate]) -> Candidate | None:
+    """The candidate with less to do and as many products, if there is one."""
+    changes: list[dict[str, Any]] = [{'remat': 'full'}] if candidate.remat == 'offload' else []
+    changes += [
+        {'num_microbatches': n} for n in range((candidate.num_microbatches or 1) - 1, 0, -1)
+    ]
+    made = (dataclasses.replace(candidate, **change) for change in changes)
+    return next((one for one in made if one in present), None)
+
+
+def _rule_out(found: dict[Candidate, Found]) -> None:
+    """Says which candidates are too slow next to the fastest compiled one."""
+    times = [one.seconds for one in found.values() if one.seconds is not None]
+    fastest, trust = min(times, default=math.inf), _trust(found.values())
+    for one in list(found.values()):
+        if one.prediction and _is_open(one.status):
+            slow = trust * one.prediction.bound >= fastest
+            status: Status = 'too slow' if slow else 'not compiled'
+            found[one.candidate] = dataclasses.replace(one, status=status)
 
 
 def _choose(found: Sequence[Found], limit: int, *, varies_layouts: bool) -> Found | None:

@@ -31,7 +31,7 @@ _TIMES = ('step, range', 'tokens/s', 'MFU')
 _MOST_OTHERS = 5
 _MEANINGS: dict[Status, str] = {
     'not compiled': 'could still be faster, and were not compiled',
-    'too slow': 'would be slower than the winner even at the peak rate of the chip',
+    'too slow': 'would be slower than the winner even with the least time that programs take',
     'too large': 'do not fit by formulas',
     'impossible': 'have settings that cannot be honoured',
 }
@@ -68,13 +68,8 @@ def summary_lines(result: SearchResult) -> list[str]:
     elif result.gap is not None and result.bound is not None:
         lines.append(
             f'the winner is at most {result.gap:.1%} slower than the best: no candidate is below '
-            f'{result.bound:.3f} s, even with all products at the peak rate, kernels and overheads '
-            'as in the forecast, and exchanges of data that take no time'
-        )
-        lines.append(
-            f'it is likely within {result.likely_gap:.1%} of the best: none is likely below '
-            f'{result.likely_bound:.3f} s, unless exchanges and other operations take less than '
-            'two thirds of the least share of their formulas that a compiled candidate took'
+            f'{result.bound:.3f} s, unless a part of its step takes a smaller share of its time by '
+            'formula than in all programs that were compared'
         )
     return lines
 
