@@ -191,7 +191,7 @@ def test_the_table_fits_into_a_terminal(on_cpus, elsewhere):
     assert 'on cpu:8' in text  # whose notes differ
     same = forecast_table([elsewhere, elsewhere])
     assert 'notes on all machines' in same and 'on v5p:4x4x4' not in same
-    replicated = '2.0 kB  params/scale and 1 more over data, model: norm: a rule replicates it'
+    replicated = '2.0 KiB  params/scale and 1 more over data, model: norm: a rule replicates it'
     assert replicated in text
 
 
@@ -262,16 +262,16 @@ def test_warnings_of_the_compiler_are_collected_and_other_lines_pass(capfd):
 
 
 def test_small_parts_of_the_time_and_equal_exchanges_are_added_up(elsewhere):
-    """Parts below a thousandth of 2 s are one line; two equal exchanges of 3 kB are one of 6 kB."""
+    """Parts below a thousandth of 2 s are one line; two equal exchanges of 3 KiB are one."""
     parts = (('products', 1.9), ('copies', 0.0985), ('sums', 0.001), ('gathers', 0.0005))
     time = step_time(1.8, 2.0, 2.2, [(name, s, s) for name, s in parts])
     arrays = ('bf16[64,3]', 'f32[5]')
-    gather = collective('all-gather', ('data',), 8, arrays, 3000.0, 1, '/project/run.py:7')
+    gather = collective('all-gather', ('data',), 8, arrays, 3072.0, 1, '/project/run.py:7')
     made = dataclasses.replace(elsewhere, time=time, collectives=((gather, None), (gather, None)))
     text = forecast_table([made])
     assert re.search(r'^    everything smaller +1.5 ms$', text, re.MULTILINE)
     assert 'sums' not in text and 'gathers' not in text
-    assert '6.0 kB  2 x all-gather over data of bf16[64,3] and 1 more, dot_general, ' in text
+    assert '6.0 KiB  2 x all-gather over data of bf16[64,3] and 1 more, dot_general, ' in text
     assert '/project/run.py:7' in text
 
 

@@ -87,9 +87,9 @@ def test_a_browser_shows_the_page_without_a_network(two, tmp_path):
     assert ['away' in attributes for _, attributes in machines] == [True, False]
     arrays = table_in(dom, 'machine-2-arrays')
     assert '<th scope="col" role="columnheader" aria-sort="ascending" class="number">' in arrays
-    # 16 KiB (the whole scale), 32 KiB, and 128256 * 4096 * 4 / 64 bytes = 32.8 MB
+    # 16 KiB (the whole scale), 32 KiB, and 128256 * 4096 * 4 / 64 bytes = 31.3 MiB
     assert paths_in(arrays)[:3] == ['params/norm/scale', 'batch/tokens', 'params/embedding']
-    assert '32.8 MB' in arrays
+    assert '31.3 MiB' in arrays
     assert '<img' not in dom and 'params/&lt;img src=x' in dom
 
 
@@ -144,14 +144,14 @@ def test_the_page_has_the_figures():
 
 
 def test_what_is_too_small_to_see_is_added_up():
-    """Of 1 s, parts of 3 ms and 1 ms are below half a percent; 1 kB is far below 45 GiB."""
+    """Of 1 s, parts of 3 ms and 1 ms are below half a percent; 1,000 bytes are far below 45 GiB."""
     parts = (('matrix products', 0.996), ('exchange', 0.003), ('overhead', 0.001))
     time = step_time(0.9, 1.0, 1.1, [(name, s, s) for name, s in parts])
     tiny = collective('all-reduce', ('fsdp', 'tensor'), 64, ('f32[]',), 1000.0, 1, 'train/a.py:1')
     known = make_forecast().collectives
     page = render_page(make_forecast(time=time, collectives=(*known, (tiny, None))))
     assert re.search('2 smaller parts</span><span class="figure">4 ms', page)
-    assert 'In addition, over fsdp x tensor 1.0 kB.' in page
+    assert 'In addition, over fsdp x tensor 1.0 KiB.' in page
 
 
 def test_the_policy_allows_exactly_the_style_and_the_script_of_the_page():

@@ -113,6 +113,14 @@ def test_bytes_for_people(count, text):
 
 
 @pytest.mark.parametrize(
+    'count, text',
+    [(768, '768 bytes'), (98_304, '96.0 KiB'), (1_048_576, '1.0 MiB'), (2**30 - 1, '1.00 GiB')],
+)
+def test_bytes_in_a_table_with_gibibytes(count, text):
+    assert bytes_str(count, beside=2**34) == text
+
+
+@pytest.mark.parametrize(
     'written, text',
     [
         (seconds_str(2.5e-4), '250 µs'),
