@@ -43,7 +43,9 @@ from benchmarks.campaigns import (
 )
 from benchmarks.measured_steps.records import cycles_by_kind, merge_kinds, read_collectives
 from meshwright import read_costs
-from meshwright.time import KernelWork, Work, estimate_step_time, read_work
+from meshwright.jaxpr import trace_function
+from meshwright.time import KernelWork, Work, estimate_step_time, find_kernel_work, read_work
+from meshwright.time.layers import describe_layers
 from partitioning.hardware import CHIPS
 from train.config import TrainConfig
 from train.errors import first_line
@@ -190,11 +192,20 @@ def read_stored_work(stored: Mapping[str, Any]) -> Work:
     return Work(**stored | {'kernels': kernels, 'collectives': collectives})
 
 
-def outcome_of(stored: Mapping[str, Any], mesh: Any, limit: int) -> Outcome:
-    """Returns what a search is told about a candidate: the step time by today's model."""
+def outcome_of(stored: Mapping[str, Any], planned: PlannedStep, limit: int) -> Outcome:
+    """Returns what a search is told about a candidate: the step time by today's model.
+
+    Kernels and the sizes of products are counted again, in the traced step.
+    """
     if 'error' in stored:
         return Outcome(fits=False, compile_seconds=stored['seconds'], error=stored['error'])
-    step = estimate_step_time(read_stored_work(stored['work']), mesh)
+    traced = trace_function(planned.step, *planned.arguments)
+    work = dataclasses.replace(
+        read_stored_work(stored['work']),
+        kernels=tuple(find_kernel_work(traced.jaxpr)),
+        layers=describe_layers(traced),
+    )
+    step = estimate_step_time(work, planned.run.config.partitioner.mesh)
     assert step is not None
     return Outcome(
         fits=stored['peak'] <= limit,
@@ -233,8 +244,7 @@ def search_whole(
             stored = call_in_new_process(measure, case.name, candidates.index(candidate), True)
             own[stored.pop('candidate')] = stored
             write_results(path, results)
-        mesh = change_run(config, candidate, machine).partitioner.mesh
-        return outcome_of(own[str(candidate)], mesh, limit)
+        return outcome_of(own[str(candidate)], plan(case, candidate), limit)
 
     def write(candidate: Candidate, comment: Sequence[str]) -> str:
         run = sizes_of(config, machine.num_devices)
@@ -267,7 +277,7 @@ def search_case(case: Case, stored: Mapping[str, Any], pictures: Path | None) ->
     predictions = {program: predict_step(step) for program, step in planned.items()}
     predicting = time.monotonic() - started
     outcomes = {
-        c: outcome_of(stored[str(c)], planned[c.program].run.config.partitioner.mesh, limit)
+        c: outcome_of(stored[str(c)], planned[c.program], limit)
         for c in space.candidates
         if str(c) in stored
     }

@@ -43,8 +43,8 @@ def found(number, status, seconds=None, gib=None, fits=True, bound=1.0, guess=2.
 
 RESULT = SearchResult(
     found=(
-        found(0, 'compiled', 2.0, 8),
-        found(1, 'compiled', 2.2, 6),
+        found(0, 'compiled', 2.0, 8, bound=2.0),
+        found(1, 'compiled', 2.2, 6, bound=2.2),
         found(2, 'compiled', 2.4, 7),
         found(3, 'compiled', 1.5, 17, fits=False),
         found(4, 'not compiled', bound=1.6),

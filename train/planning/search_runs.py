@@ -23,7 +23,7 @@ from train.planning.candidates import Candidate, change_run, sizes_of
 from train.planning.forecasts import forecast_run, plan_step, predict_step
 from train.planning.machines import Machine
 from train.planning.searching import Outcome, Prediction, SearchResult, search
-from train.planning.space import Choices, choices_for, has_own_windows, list_space
+from train.planning.space import Choices, choices_for, list_space
 from train.planning.tables import draw_search, summary_lines
 
 BEST, RESULT, PICTURE, REMEMBERED = 'best.gin', 'search.json', 'search.png', 'remembered.json'
@@ -87,15 +87,10 @@ def search_run(
     def predict(candidate: Candidate) -> Prediction:
         return predict_step(plan_step(change_run(config, candidate, machine)))
 
-    def recall(candidate: Candidate) -> Prediction:
-        known = Prediction(**memory.recall('predicted', candidate.program, predict))
-        # Formulas know no compiler options.
-        hidden = known.exchanges if has_own_windows(candidate) else 0.0
-        return dataclasses.replace(known, bound=known.bound - hidden)
-
     result = search(
         space,
-        recall,
+        # Formulas know no compiler options.
+        lambda one: Prediction(**memory.recall('predicted', one.program, predict)),
         lambda one: Outcome(**memory.recall('compiled', one, compiler)),
         limit=machine.chip.hbm_bytes_per_device,
         best=best,

@@ -12,12 +12,14 @@ import numpy as np
 from partitioning.amounts import bytes_str
 from train.errors import first_line
 from train.planning.candidates import Candidate
+from train.planning.presets import Layout
 from train.planning.space import Space
 
 Status = Literal['compiled', 'not compiled', 'too slow', 'too large', 'impossible']
 # How much evidence a setting needs before it is believed: with one compiled candidate, a setting
 # takes half of what is unexplained, with three of them three quarters.
 _DOUBT = 1.0
+_LEARNED, _ENOUGH = 2 / 5, 3  # of what compiled candidates show; the layouts that it takes
 _SLOW = 1.5  # times the fastest: slower layouts are not tried only because they are others
 
 
@@ -30,13 +32,11 @@ class Prediction:
       seconds: the time of a step.
       bound: a time that no compiled program of the candidate is forecast to stay below, as far as
         compiled programs have shown.
-      exchanges: the part of the bound that exchanges of data take.
     """
 
     peak: int
     seconds: float
     bound: float
-    exchanges: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,12 +110,18 @@ class SearchResult:
     def bound(self) -> float | None:
         """The step time in seconds that no candidate of the space is forecast to stay below.
 
-        If a compiled candidate is below its own bound, all bounds count less by this share.
+        Formulas are wrong in the same way for candidates of a layout. With three compiled layouts,
+        the bounds of the others count more by two fifths of the least that a compiled one of the
+        layout, or if there is none, of any, is above its own. If one is below, all count less.
         """
-        trust = _trust(self.found)
-        left = [f.prediction for f in self.found if f.prediction and _is_open(f.status)]
-        times = [trust * prediction.bound for prediction in left]
-        times += [found.seconds for found in self.found if found.seconds is not None]
+        ratios = _least_ratios(self.found)
+        least = min(ratios.values(), default=1.0)
+        learned = _LEARNED if len(ratios) >= _ENOUGH else 0.0
+        times = [found.seconds for found in self.found if found.seconds is not None]
+        for f in self.found:
+            if f.prediction and _is_open(f.status):
+                more = learned * (ratios.get(f.candidate.layout, least) - 1)
+                times.append(f.prediction.bound * (1 + more if least >= 1 else least))
         return min(times, default=None)
 
     @property
@@ -134,14 +140,14 @@ def _is_open(status: Status) -> bool:
     return status in ('not compiled', 'too slow')
 
 
-def _trust(found: Iterable[Found]) -> float:
-    """How far the compiled candidates stay below their bounds: 1 if none does."""
-    times = [
-        f.outcome.seconds / f.prediction.bound
-        for f in found
-        if f.outcome and f.outcome.seconds and f.prediction and f.prediction.bound
-    ]
-    return min([1.0, *times])
+def _least_ratios(found: Iterable[Found]) -> dict[Layout, float]:
+    """The least that a compiled candidate of each layout takes, as a multiple of its bound."""
+    ratios: dict[Layout, float] = {}
+    for f in found:
+        if f.outcome and f.outcome.seconds and f.prediction and f.prediction.bound:
+            ratio, layout = f.outcome.seconds / f.prediction.bound, f.candidate.layout
+            ratios[layout] = min(ratio, ratios.get(layout, ratio))
+    return ratios
 
 
 def search(
@@ -242,10 +248,11 @@ def _simpler(candidate: Candidate, present: Collection[Candidate]) -> Candidate 
 def _rule_out(found: dict[Candidate, Found]) -> None:
     """Says which candidates are too slow next to the fastest compiled one."""
     times = [one.seconds for one in found.values() if one.seconds is not None]
-    fastest, trust = min(times, default=math.inf), _trust(found.values())
+    fastest = min(times, default=math.inf)
+    factor = min([1.0, *_least_ratios(found.values()).values()])
     for one in list(found.values()):
         if one.prediction and _is_open(one.status):
-            slow = trust * one.prediction.bound >= fastest
+            slow = factor * one.prediction.bound >= fastest
             status: Status = 'too slow' if slow else 'not compiled'
             found[one.candidate] = dataclasses.replace(one, status=status)
 

@@ -37,11 +37,6 @@ _OPTIONS: dict[str, tuple[Options, ...]] = {
 }
 
 
-def has_own_windows(candidate: Candidate) -> bool:
-    """Whether the compiler may cut products into windows, behind which exchanges hide."""
-    return (_WINDOWED, None) in candidate.compiler_options
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choices:
     """The values of each setting that a search tries.
@@ -102,19 +97,21 @@ def list_space(run: RunSizes, choices: Choices | None = None) -> Space:
     candidates, dropped = [], collections.Counter[str]()
     others = itertools.product(choices.num_microbatches, remats, chunks, options)
     for layout, (microbatches, remat, count, option) in itertools.product(layouts, list(others)):
-        candidate = Candidate(
-            layout=layout,
-            num_microbatches=microbatches,
-            remat=remat,
-            output_chunks=count,
-            compiler_options=option,
-        )
-        if has_own_windows(candidate) and not _divides_products(run, layout):
+        if (_WINDOWED, None) in option and not _divides_products(run, layout):
             dropped['the same program as without its compiler options'] += 1
-        elif reason := _find_problem(run, layout, microbatches):
+            continue
+        if reason := _find_problem(run, layout, microbatches):
             dropped[reason] += 1
-        else:
-            candidates.append(candidate)
+            continue
+        candidates.append(
+            Candidate(
+                layout=layout,
+                num_microbatches=microbatches,
+                remat=remat,
+                output_chunks=count,
+                compiler_options=option,
+            )
+        )
     return Space(candidates=tuple(candidates), dropped=dict(dropped))
 
 

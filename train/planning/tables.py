@@ -68,8 +68,8 @@ def summary_lines(result: SearchResult) -> list[str]:
     elif result.gap is not None and result.bound is not None:
         lines.append(
             f'the winner is at most {result.gap:.1%} slower than the best: no candidate is below '
-            f'{result.bound:.3f} s, unless a part of its step takes a smaller share of its time by '
-            'formula than in all programs that were compared'
+            f'{result.bound:.3f} s, unless it takes less of its time by formula than all programs '
+            'that were compared'
         )
     return lines
 
