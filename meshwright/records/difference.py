@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from meshwright.records.record import NOWHERE, At
@@ -38,7 +38,11 @@ OF_CODE: tuple[Kind, ...] = (
 )
 Unit = Literal['bytes', 'FLOPs', 'seconds', 'text']
 _TIMES = 9  # larger changes are not percentages
-_FORMATS = {'bytes': bytes_str, 'FLOPs': flops_str, 'seconds': seconds_str}
+_FORMATS: Mapping[Unit, Callable[[float], str]] = {
+    'bytes': bytes_str,
+    'FLOPs': flops_str,
+    'seconds': seconds_str,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
