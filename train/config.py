@@ -296,11 +296,25 @@ def _check_evaluators(name: str, evaluators: Any) -> None:
         check_counts(minimum=0, **{f'{setting}.every': every})
 
 
-def _check_functions(name: str, functions: Any) -> None:
-    if not isinstance(functions, list | tuple) or not all(map(callable, functions)):
-        raise ConfigError(
-            f'TrainConfig.{name} is {functions!r}: it must be a list of functions or classes'
-        )
+def _functions(written: str, home: str = '') -> Check:
+    """A check for a list of functions or classes. `written` says what to write.
+
+    Gin files may name others of these packages, and only `home` has some for this setting.
+    """
+    packages = ('jax', 'flax', 'optax', 'partitioning', 'train')
+
+    def check(name: str, functions: Any) -> None:
+        if not isinstance(functions, list | tuple) or not all(map(callable, functions)):
+            raise ConfigError(
+                f'TrainConfig.{name} is {functions!r}: it must be a list of functions or classes'
+            )
+        for i, function in enumerate(functions):
+            module = getattr(function, '__module__', None) or ''
+            if module.partition('.')[0] in packages and module != home:
+                shown = f'{module}.{getattr(function, "__name__", type(function).__name__)}'
+                raise ConfigError(f'TrainConfig.{name}[{i}] is {shown}: write {written}')
+
+    return check
 
 
 def _check_conditions(name: str, conditions: Any) -> None:
@@ -335,8 +349,11 @@ CHECKS: dict[str, Check] = {
     'max_skips': _count(),
     'max_roll_backs': _count(),
     'restore': _instance(RestoreConfig, written='RestoreConfig(path=...)', optional=True),
-    'hooks': _check_functions,
-    'writers': _check_functions,
+    'hooks': _functions('your own function (state, step, metrics)'),
+    'writers': _functions(
+        '@JsonWriter, @TensorBoardWriter, @WeightsAndBiasesWriter, or your own class',
+        JsonWriter.__module__,
+    ),
     'metrics_on_failure': _one_of(FailurePolicy),
     'num_microbatches': _count(),
     'gradient_dtype': _one_of(GradientDType),

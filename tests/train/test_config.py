@@ -60,6 +60,11 @@ class Every:
         ({'evaluators': {'a': Every()}}, r"evaluators\['a'\].every is 1\.5: .*>= 0"),
         ({'hooks': print}, 'hooks is <built-in function print>: it must be a list'),
         ({'hooks': [3]}, r'hooks is \[3\]'),
+        (
+            {'hooks': [print, TrainConfig]},
+            r'hooks\[1\] is train\.config\.TrainConfig: write ',
+        ),
+        ({'writers': [JsonWriter, HeldOut]}, r'writers\[1\] is train\.eval.*HeldOut: write @Json'),
         ({'writers': 'json'}, "writers is 'json'"),
         ({'profile_steps': 3}, r'profile_steps is 3: .*\(10, 12\)'),
         ({'profile_steps': (3, 2)}, r'profile_steps is \(3, 2\)'),

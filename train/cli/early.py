@@ -125,8 +125,9 @@ def _check_writable(place: str, folder: str) -> None:
 
 
 def _check_counts(settings: Settings) -> None:
-    """Checks what would be built with these numbers before the run checks them."""
-    for name, least in (('total_steps', 0), ('batch_size', 1)):
+    """Checks numbers of steps and rows before the run checks them."""
+    positive = ('batch_size', 'num_microbatches', 'log_every', 'max_skips', 'max_roll_backs')
+    for name, least in (('total_steps', 0), *((name, 1) for name in positive)):
         place, value = settings.find('TrainConfig', name)
         if place and not isinstance(value, Reference):
             try:

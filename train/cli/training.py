@@ -82,11 +82,12 @@ def precompile(arguments: Sequence[str], prog: str) -> int:
 def _start(options: argparse.Namespace) -> None:
     from train.cli.early import check_run
     from train.errors import ConfigError
+    from train.processes.launching.spares import only_compiles
 
     files = [find_gin_file(run) for run in options.runs]
-    check_run(options, files)
+    if not only_compiles():  # The run that it is for holds MODEL_DIR.
+        check_run(options, files)
     from train.gin.load import find_config, find_entry
-    from train.processes.launching.spares import only_compiles
     from train.reporting.meter import note_start_of_process
 
     profile, expected = options.profile_steps, options.expect_plan
