@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from train.gin.configurables import BY_MODULE
+from train.gin.configurables import BY_MODULE, matches
 
 pytestmark = pytest.mark.core
 
@@ -107,6 +107,11 @@ OTHERS = {
 
 def functions(module):
     return {n: f for n, f in vars(module).items() if inspect.isfunction(f) and n[0] != '_'}
+
+
+def test_a_name_is_known_when_all_files_have_been_read(load):
+    load('A = 1')
+    assert matches('rprop') == ['optax.rprop']
 
 
 @pytest.mark.parametrize('module', [optax, optax.schedules, optax.contrib])

@@ -82,9 +82,12 @@ def _register(module: str, name: str) -> None:
     known = gin_internals._inverse_lookup(found)
     if known is None or (known.module, known.name) not in _HOMES[name.rpartition('.')[2]]:
         source = _import_of(module)
-        gin_internals._make_configurable(
-            found, name, module, avoid_class_mutation=True, import_source=(source, name)
-        )
+        with (
+            gin_internals.unlock_config()
+        ):  # A name may be asked for when all files have been read.
+            gin_internals._make_configurable(
+                found, name, module, avoid_class_mutation=True, import_source=(source, name)
+            )
 
 
 def _import_of(module: str) -> config_parser.ImportStatement:

@@ -169,12 +169,16 @@ ENTRY_POINTS = (
     'train.t5x.infer_script.infer',
     'train.t5x.export_lib.save',
 )
+_NO_RUN = (
+    'the gin files describe no run, and so no model: begin with a run, such as '
+    'configs/runs/pretrain.gin, or write train.config = @TrainConfig()'
+)
 
 
 def find_entry() -> Callable[..., Any]:
-    """Returns the entry point whose parameters the configuration sets, by default `train`.
+    """Returns the entry point whose parameters the configuration sets.
 
-    Raises a ConfigError if the configuration sets parameters of several entry points.
+    Raises a ConfigError if the configuration sets parameters of none or of several entry points.
     """
     bound = {selector for _, selector in gin_internals._CONFIG}
     configured = [name for name in ENTRY_POINTS if name in bound]
@@ -183,7 +187,9 @@ def find_entry() -> Callable[..., Any]:
             f'the gin files configure {" and ".join(configured)}, but a command runs only one of '
             'them: remove the settings of the others'
         )
-    return register((configured or ENTRY_POINTS)[0]).wrapper
+    if not configured:
+        raise ConfigError(_NO_RUN)
+    return register(configured[0]).wrapper
 
 
 def find_config() -> Any:
@@ -196,10 +202,7 @@ def find_config() -> Any:
     if 'config' in settings:
         return settings['config']
     if name == ENTRY_POINTS[0]:
-        raise ConfigError(
-            'the gin files describe no run, and so no model: begin with a run, such as '
-            'configs/runs/pretrain.gin, or write train.config = @TrainConfig()'
-        )
+        raise ConfigError(_NO_RUN)
     # A run with T5X's settings.
     translate = getattr(sys.modules[entry.__module__], 'translate', None)
     if translate is None:
