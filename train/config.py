@@ -361,6 +361,7 @@ CHECKS: dict[str, Check] = {
     'ema_decay': _check_decay,
     'ema_debias': _check_switch,
     'evaluate_ema': _check_switch,
+    'weight_metrics': _check_switch,
     'log_every': _count(),
     'compiler_options': _check_compiler_options,
     'compilation_cache': _check_cache,

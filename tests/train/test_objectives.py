@@ -247,6 +247,7 @@ def test_a_model_is_told_whether_it_trains(argument, when_training):
 @pytest.mark.parametrize(
     'make, message',
     [
+        (lambda: supervised(dict), 'the model is the class dict'),
         (lambda: supervised(Linen), r'the model is the class Linen: .*such as Mlp\(\)'),
         (lambda: supervised(nnx.Linear(2, 2, rngs=nnx.Rngs(0))), 'of type Linear: .*lambda rngs'),
         (lambda: supervised(3), 'the model is of type int: '),

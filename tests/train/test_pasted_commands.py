@@ -84,6 +84,23 @@ def test_a_wrong_type_is_one_line_that_begins_with_the_flag(flag, wanted):
 
 
 @pytest.mark.parametrize(
+    ('flag', 'wanted'),
+    [
+        (
+            'Transformer.config=@HeldOut()',
+            'is @HeldOut(): it must be a TransformerConfig',
+        ),
+        ('Transformer.config=@x/HeldOut', 'is @x/HeldOut: it must be a TransformerConfig'),
+        ('Transformer.config=[@HeldOut()]', 'is a list: it must be a TransformerConfig'),
+        ('TrainConfig.weight_metrics=@HeldOut()', 'it must be True or False'),
+        ("TrainConfig.log_every={'a': @train.train}", 'is a dict: it must be an integer'),
+    ],
+)
+def test_a_reference_to_what_a_setting_does_not_take_is_one_line(flag, wanted):
+    assert wanted in refused(flag, *(['x/HeldOut.every=1'] if '@x/' in flag else []))
+
+
+@pytest.mark.parametrize(
     ('flag', 'proposed'),
     [
         ('holdout_percent=5', '--gin.TextFiles.holdout_percent=5'),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 import inspect
 import re
@@ -24,7 +25,7 @@ _TEXTS = {'str', 'Any', 'Literal', 'PathLike', 'object', 'Mapping', 'dict'}
 
 
 def check_types(statements: Sequence[Statement], resolver: Resolver) -> None:
-    """Checks that texts and fractions are not given to parameters that take other values.
+    """Checks that texts, fractions and references are not given to parameters that take others.
 
     Only what the signature of a configurable says is compared. Raises a ConfigError if a value has
     another type than its parameter. It names the file and line, or the flag, of the value.
@@ -39,16 +40,62 @@ def check_types(statements: Sequence[Statement], resolver: Resolver) -> None:
         parsed = statement.parsed
         assert isinstance(parsed, config_parser.BindingStatement)
         source = follow_macros(statement, macros)
-        if not isinstance(source.parsed.value, str | float):
+        value = source.parsed.value
+        if not isinstance(value, str | float | parsing.Reference | list | tuple | dict):
             continue
         configurable = resolver.resolve(parsed.selector, statement)
         parameter = parameters_of(configurable).get(parsed.arg_name) if configurable else None
-        wanted = '' if parameter is None else _wanted(source.parsed.value, parameter)
+        if parameter is None:
+            continue
+        if isinstance(value, str | float):
+            shown, wanted = repr(value), _wanted(value, parameter)
+        else:
+            kind = _class_of(parameter, configurable.wrapped)
+            shown, made = _made_by(value, source, resolver)
+            misfits = kind is not None and made is not None and not issubclass(made, kind)
+            wanted = _NAMES.get(kind, f'a {kind.__name__}') if kind and misfits else ''
         if wanted:
             raise ConfigError(
-                f'{source.place}: {parsed.selector}.{parsed.arg_name} is '
-                f'{source.parsed.value!r}: it must be {wanted}'
+                f'{source.place}: {parsed.selector}.{parsed.arg_name} is {shown}: it must be '
+                f'{wanted}'
             )
+
+
+_NAMES: dict[type | None, str] = {
+    bool: 'True or False',
+    int: 'an integer',
+    float: 'a number',
+    str: 'a text',
+}
+
+
+def _class_of(parameter: inspect.Parameter, function: Any) -> type | None:
+    """The class that a parameter takes, if its type is the name of one of ours or in `_NAMES`."""
+    hint = parameter.annotation
+    if isinstance(hint, str) and hint.isidentifier():
+        module = vars(sys.modules[function.__module__])
+        hint = module.get(hint, getattr(builtins, hint, None))
+    if not isinstance(hint, type) or getattr(hint, '_is_protocol', False):
+        return None
+    # The translation of T5X's files says more about its own classes.
+    is_ours = hint.__module__.startswith('train.') and not is_within(hint.__module__, ['train.t5x'])
+    return hint if hint in _NAMES or is_ours else None
+
+
+def _made_by(value: Any, statement: Statement, resolver: Resolver) -> tuple[str, type | None]:
+    """A value as text, and the class of what gin makes of it, if that is known.
+
+    The users' own classes may stand for any other, so nothing is known of them.
+    """
+    if not isinstance(value, parsing.Reference):
+        return f'a {type(value).__name__}', type(value)
+    found = None if value.is_macro else resolver.resolve(value.selector, statement)
+    if found is None or found.wrapped.__module__.partition('.')[0] != 'train':
+        return '', None
+    shown = f'@{value.name}{"()" * value.evaluate}'
+    if not value.evaluate:
+        return shown, type(found.wrapped)
+    return shown, found.wrapped if isinstance(found.wrapped, type) else None
 
 
 def _wanted(value: str | float, parameter: inspect.Parameter) -> str:

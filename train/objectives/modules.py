@@ -76,9 +76,9 @@ def as_model(model: Any) -> Model:
     if isinstance(model, nn.Module):
         return LinenModel(model)
     is_class = inspect.isclass(model)
-    wrong = is_class and issubclass(model, nn.Module)
     # An nnx module may be callable itself. Its class tells it from a function that creates one.
-    created = not is_class and hasattr(type(model), '_pytree_meta_construct')
+    is_nnx = hasattr(model if is_class else type(model), '_pytree_meta_construct')
+    wrong, created = is_class and not is_nnx, is_nnx and not is_class
     if callable(model) and not wrong and not created:
         from train.objectives.nnx_model import NnxModel  # loads flax.nnx
 
