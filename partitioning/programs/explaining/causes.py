@@ -42,7 +42,9 @@ from partitioning.rules import describe_axes
 from partitioning.state.static_arrays import AS_ARRAY_FIELD, name_static_field
 
 # The weak type of a Python number, not of an array, in a shape or a slice.
-_SHAPE_OR_SLICE = re.compile(r'(concrete values of integer type|static integers).*~u?int')
+_SHAPE_OR_SLICE = re.compile(
+    r'(concrete values of integer type|static integers|static start/stop/step).*~u?int'
+)
 _NEEDED = re.compile(r'depends on the value of the argument (\S+)\.')
 _UNBOUND_AXIS = re.compile(r'unbound axis name: ([^\s.]+)')
 
