@@ -13,8 +13,10 @@ from meshwright.examining import examine
 from meshwright.jax_private import TracedCall
 from meshwright.report.call_audit import CallAudit, audit_arrays
 from partitioning.rules import MeshLike
+from partitioning.tracebacks import hide_own_frames
 
 
+@hide_own_frames
 def audit(fn: Any, *args: Any, compile: bool = True, **settings: Any) -> CallAudit:
     """Returns what each device holds of the arguments and results of a call, by role and by array.
 

@@ -6,8 +6,10 @@ from typing import Any
 
 from meshwright.forecasting import forecast
 from meshwright.report.explained import Explained, explain_forecast
+from partitioning.tracebacks import hide_own_frames
 
 
+@hide_own_frames
 def explain(fn: Any, *args: Any, **settings: Any) -> Explained:
     """Returns the exchanges and largest buffers of a call, with their lines and what to change.
 

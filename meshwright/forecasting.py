@@ -21,8 +21,10 @@ from meshwright.findings.program_findings import with_findings
 from meshwright.jax_private import TracedCall
 from meshwright.report.forecasts import Compilation, Forecast
 from partitioning.hardware import OptionValue
+from partitioning.tracebacks import hide_own_frames
 
 
+@hide_own_frames
 def forecast(
     fn: Any,
     *args: Any,

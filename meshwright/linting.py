@@ -10,8 +10,10 @@ from meshwright.calls.compiling import Progress
 from meshwright.examining import examine
 from meshwright.findings.program_findings import Findings, lint_program
 from partitioning.hardware import OptionValue
+from partitioning.tracebacks import hide_own_frames
 
 
+@hide_own_frames
 def lint(
     fn: Any,
     *args: Any,

@@ -18,6 +18,7 @@ from meshwright.report.mesh_ranking import MeshRanking
 from partitioning.hardware import OptionValue, parse_topology
 from partitioning.mesh import MeshConfig
 from partitioning.rules import describe_axes
+from partitioning.tracebacks import hide_own_frames
 
 # Makes a jitted function and the arguments of a call for a mesh.
 Make = Callable[[Mesh], tuple[Any, Sequence[Any]]]
@@ -25,6 +26,7 @@ Make = Callable[[Mesh], tuple[Any, Sequence[Any]]]
 Axes = Sequence[str] | Mapping[str, int | Sequence[int]]
 
 
+@hide_own_frames
 def search(
     make: Make,
     *,
@@ -89,6 +91,7 @@ def search(
     return MeshRanking(forecasts=tuple(sorted(made, key=_rank)), failed=failed)
 
 
+@hide_own_frames
 def place(
     make: Make,
     *,

@@ -34,7 +34,9 @@ LIBRARIES = {
     'absl': 'absl-py',
 }
 _INSTALLED = re.compile(r'/(?:site|dist)-packages/([^/:]+)')
-_OWN = f'{Path(__file__).parent}{os.sep}'
+_OWN = tuple(
+    f'{Path(__file__).parents[1] / name}{os.sep}' for name in ('partitioning', 'meshwright')
+)
 _TRAINER = f'{Path(__file__).parents[1] / "train"}{os.sep}'
 _STANDARD = tuple({f'{sysconfig.get_path(name)}{os.sep}' for name in ('stdlib', 'platstdlib')})
 # Code without a file that a person has typed; all other code without a file is generated.
@@ -89,6 +91,6 @@ def is_installed_file(path: str) -> bool:
 
 
 def is_own_error(error: BaseException) -> bool:
-    """Whether this package has raised an error, which then explains itself."""
+    """Whether `partitioning` or `meshwright` has raised an error, which then explains itself."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and frames[-1].f_code.co_filename.startswith(_OWN)

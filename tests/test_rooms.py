@@ -64,7 +64,7 @@ FLOORS = {
 }
 # What a package may import of the packages below it; None allows everything.
 GROUND = {'amounts', 'hardware', 'layout', 'lazy_names', 'library_files', 'mesh', 'plan'}
-GROUND |= {'command_line', 'products', 'rules'}
+GROUND |= {'command_line', 'products', 'rules', 'tracebacks'}
 BELOW = {
     'partitioning': {},
     'meshwright': {'partitioning': {*GROUND, 'pictures', 'state', 'untrusted_text', 'values'}},

@@ -23,11 +23,13 @@ from meshwright.program.collectives import Collective
 from meshwright.report.figures import machine_name
 from meshwright.report.forecasts import Forecast
 from partitioning.amounts import bytes_str, parse_bytes
+from partitioning.tracebacks import hide_own_frames
 
 _LISTED = 5
 _SUMS = ('all-reduce', 'reduce-scatter')  # their arrays are not whole on any device before
 
 
+@hide_own_frames
 def assert_exchanges(
     fn: Any,
     args: Sequence[Any],
@@ -96,6 +98,7 @@ def assert_exchanges(
         )
 
 
+@hide_own_frames
 def assert_peak_below(
     fn: Any,
     args: Sequence[Any],
@@ -133,6 +136,7 @@ def assert_peak_below(
     )
 
 
+@hide_own_frames
 def assert_no_implicit_reshard(
     fn: Any,
     args: Sequence[Any],

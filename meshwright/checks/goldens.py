@@ -24,10 +24,12 @@ from meshwright.records.recording import record_call, record_forecast, record_la
 from meshwright.records.verdict_text import verdict_lines
 from meshwright.records.verdicts import Recorded, judge
 from meshwright.report.forecasts import Forecast
+from partitioning.tracebacks import hide_own_frames
 
 _WIDTH = 100  # of the message of a test that failed
 
 
+@hide_own_frames
 def assert_forecast_unchanged(
     fn: Any,
     args: Sequence[Any],
@@ -74,6 +76,7 @@ def assert_forecast_unchanged(
     _compare(made, golden, name, tolerances, update, on_missing)
 
 
+@hide_own_frames
 def golden(
     fn: Any,
     *args: Any,
@@ -119,6 +122,7 @@ def golden(
     )
 
 
+@hide_own_frames
 def check_golden(
     forecasts: Sequence[Forecast],
     golden: str | os.PathLike[str] = 'forecasts',
@@ -156,6 +160,7 @@ def check_golden(
     return _compare(made, golden, name, tolerances, update, on_missing)
 
 
+@hide_own_frames
 def assert_layout_unchanged(
     fn: Any,
     args: Sequence[Any],

@@ -239,3 +239,16 @@ mw.render_page(mw.forecast(step, x)), mw.forecast(step, x)._repr_html_()
     )
     assert out.returncode == 0, out.stderr
     assert '<lambda> on cpu:8' in out.stdout and 'no findings' in out.stdout
+
+
+@pytest.mark.parametrize('ask', [mw.lint, mw.forecast, mw.audit, mw.golden])
+def test_an_error_of_the_function_has_the_lines_of_the_program_only(ask):
+    @jax.jit
+    def step(x):
+        return x @ jnp.ones((WIDTH + 1, 2))
+
+    with pytest.raises(TypeError, match='contracting dimension') as error:
+        ask(step, ARGS[1])
+    files = [str(entry.path) for entry in error.traceback]
+    assert files == [__file__, __file__]
+    assert error.traceback[-1].name == 'step'
