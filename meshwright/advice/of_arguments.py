@@ -64,7 +64,8 @@ def lay_out_arguments(view: FunctionView) -> Iterator[tuple[float, Candidate]]:
             yield max(weight, 1.0), Candidate(_change(rows, peer), False, _WHOLE)
         if not weight or not any(now) or _is_looked_up(view, rows[0]):
             continue
-        others = [one for one in _moved(view, rows[0]) if not is_given or one[0] == now[0]]
+        kept = now[0], tuple(a for a in now[0] if a in view.rows_axes)
+        others = [one for one in _moved(view, rows[0]) if not is_given or one[0] in kept]
         if not is_given:
             held = {axis for axes in now for axis in axes}  # sharding over fewer is another matter
             uses = [change.layout for change in view.possible.like_its_uses(rows[0])]
@@ -106,11 +107,27 @@ def _peer_layout(view: FunctionView, row: PlanRow) -> Layout | None:
 
 
 def _moved(view: FunctionView, row: PlanRow) -> Iterator[Layout]:
-    """Layouts with the same mesh axes at other dimensions; the dimension of layers stays."""
+    """Layouts with the same mesh axes at other dimensions; the dimension of layers stays.
+
+    Other arguments, such as caches, may have one of several axes of a dimension at another one.
+    """
     now, stacked = axes_of_row(row), _is_scanned(view, row)
-    for layout in rearranged(now):
-        if sorted(layout) == sorted(now) and (not stacked or layout[0] == now[0]):
+    for layout in (*rearranged(now), *(_split(now) if row.role == 'other' else ())):
+        if _names(layout) == _names(now) and (not stacked or layout[0] == now[0]):
             yield layout
+
+
+def _split(layout: Layout) -> Iterator[Layout]:
+    """Layouts in which a dimension gives the last of its mesh axes to a whole dimension."""
+    for d, axes in enumerate(layout):
+        for e in (n for n, other in enumerate(layout) if len(axes) > 1 and not other):
+            yield tuple(
+                axes[:-1] if n == d else axes[-1:] if n == e else a for n, a in enumerate(layout)
+            )
+
+
+def _names(layout: Layout) -> list[str]:
+    return sorted(axis for axes in layout for axis in axes)
 
 
 def _is_looked_up(view: FunctionView, row: PlanRow) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from meshwright.advice.candidates import SUMS, Candidate, Match, Told
@@ -225,7 +225,8 @@ class _Search:
             if len(parts) > 1 and factors.sizes[parts[0]] % n:
                 yield self._split(d, axes, n, made)
             elif merged[0] != parts[0]:
-                yield self._misfit(axes, *self._merged(d, axes))
+                group = [e for e, dim in enumerate(factors.inputs[0]) if {*dim} & {*merged}]
+                yield self._merged(d, axes, group)
 
     def _split(self, d: int, axes: Axes, n: int, made: int) -> _Misfit:
         given, shape = self.value.operands[0], list(self.value.shape)
@@ -261,17 +262,36 @@ class _Search:
         given = self.value.operands[0].shape
         return f'the reshape from {given} to {self.value.shape} at {self.line}'
 
-    def _merged(self, d: int, axes: Axes) -> tuple[str, str]:
-        given = self.value.operands[0]
+    def _merged(self, d: int, axes: Axes, group: Sequence[int]) -> _Misfit:
+        """A merge of some dimensions, of which a sharded one is not the first."""
+        given, made = self.value.operands[0], self.value.shape
         why = (
             f'{self._reshape} merges dimension {d} of {given.shape[d]:,} elements, which is '
             f'sharded over {over(axes)}, behind the dimension before it, so the elements of each '
             'device are spread over all of them'
         )
-        return why, (
+        text = (
             f'move dimension {d} in front of those that it is merged with before the reshape at '
             f'{self.line}, as with jnp.moveaxis, or keep the dimensions apart'
         )
+        misfit, first = self._misfit(axes, why, text), min(group)
+        if not all(self._is_given(given, e) for e in group):
+            return misfit
+        new = ', '.join(map(str, made))
+        text = (
+            f'write jnp.moveaxis(x, {d}, {first}).reshape({new}) at {self.line}, and the same for '
+            'all arrays with these rows, so that each device keeps its rows; or keep the '
+            'dimensions apart'
+        )
+        rest = (e for e in range(first, len(given.shape)) if e != d)
+        splits = ((made, given.shape, (*range(first), d, *rest)),)
+        return dataclasses.replace(misfit, text=text, splits=splits)
+
+    def _is_given(self, value: Value, d: int) -> bool:
+        """Whether a dimension does not come from a parameter, whose order of elements is fixed."""
+        dim = value.dims[d]
+        row = self.view.rows.get(dim.argument) if dim is not None else None
+        return row is None or row.role == 'other'
 
     def cut(self) -> Iterator[_Misfit]:
         """Slices, splits, concatenations and paddings along a sharded dimension."""

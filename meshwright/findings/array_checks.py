@@ -146,7 +146,9 @@ def find_whole_batches(facts: ProgramFacts) -> Iterator[Finding]:
         if others:
             fitting = [i for i in fitting if facts.nbytes(i) >= _SHARE_OF_BATCH * total]
             fitting = [i for i in fitting if _is_costly(facts, i)]
-        elif axis in facts.activation_axes or (axis in used and not facts.is_meant_for_rows(axis)):
+        elif axis in facts.activation_axes | facts.data_axes:
+            continue
+        elif axis in used and not facts.is_meant_for_rows(axis):
             continue
         if not fitting:
             continue

@@ -183,6 +183,14 @@ class ProgramFacts:
         return frozenset(a for i in self.batch for axes in self.axes[i] for a in axes)
 
     @functools.cached_property
+    def data_axes(self) -> frozenset[str]:
+        """The mesh axes of all data, whatever its rows are, such as the edges of a graph."""
+        state = {*self.pairs.values(), *self.weights}
+        data = (i for i in range(len(self.held)) if i not in state and self._is_data(i))
+        found = (i for i in data if self.held[i].role in ('batch', 'other'))
+        return frozenset(a for i in found for axes in self.axes[i] for a in axes)
+
+    @functools.cached_property
     def borders(self) -> dict[int, Step]:
         """The ends of the shard_maps, by the identities of the arrays that they return."""
         ends = (step for step in self.steps if step.name == TO_GLOBAL)

@@ -24,6 +24,7 @@ from partitioning.amounts import bytes_str, share_str
 
 SUGGESTED = 3  # so many are shown
 _MUCH = 0.02  # the share of the time or of what a device sends
+_MOST = 0.5  # the share that a compiled change saves, which then comes before what has no figures
 _MUCH_MEMORY = 0.1  # the share of the peak
 _ALIKE = ('whole shard_map', 'whole batch')  # devices compute the same
 _IN_SHARD_MAP = 'in the shard_map at '  # how the changes of specs begin
@@ -159,10 +160,12 @@ def _of_findings(forecast: Forecast) -> Iterator[tuple[int, Suggestion]]:
         text, cause = finding.message, tried.get(finding.where)
         if cause is not None and finding.kind in _ALIKE:
             text += f' ({tried_text(cause)})'
-        yield _rank(finding), Suggestion(where=finding.where, text=text)
+        yield _rank(finding, forecast), Suggestion(where=finding.where, text=text)
 
 
-def _rank(finding: ForecastFinding) -> int:
+def _rank(finding: ForecastFinding, forecast: Forecast) -> int:
     if finding.kind in _ALIKE:
-        return 0
+        causes = (cause for _, cause in forecast.collectives if cause is not None)
+        shown = (c.effect for c in causes if c.confirmed and c.effect is not None)
+        return 1 if any(_share(effect.sent) >= _MOST for effect in shown) else 0
     return 4 if finding.kind in _OF_CALLS else 2
