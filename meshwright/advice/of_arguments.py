@@ -64,7 +64,7 @@ def lay_out_arguments(view: FunctionView) -> Iterator[tuple[float, Candidate]]:
             yield max(weight, 1.0), Candidate(_change(rows, peer), False, _WHOLE)
         if not weight or not any(now) or _is_looked_up(view, rows[0]):
             continue
-        kept = now[0], tuple(a for a in now[0] if a in view.rows_axes)
+        kept = [now[0][:n] for n in range(1, len(now[0]))] + [now[0]]  # rows stay divided
         others = [one for one in _moved(view, rows[0]) if not is_given or one[0] in kept]
         if not is_given:
             held = {axis for axes in now for axis in axes}  # sharding over fewer is another matter

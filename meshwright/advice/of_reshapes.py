@@ -246,8 +246,8 @@ class _Search:
         new = ', '.join(str(shape[o]) for o in order)
         if self._is_of_rows(given, d):
             text = (
-                f'write jnp.moveaxis(x.reshape({new}), {made}, {fits}) at {self.line}, so that '
-                'each device keeps its rows'
+                f'write jnp.moveaxis(x.reshape({new}), {made}, {fits}) at {self.line}, and the '
+                'same for all arrays with these rows, so that each device keeps its rows'
             )
             splits = ((given.shape, self.value.shape, order),)
             return dataclasses.replace(self._misfit(axes, why, text), splits=splits)

@@ -175,11 +175,14 @@ def _with_effect(view: FunctionView, one: Told) -> Told:
     with contextlib.suppress(Exception):  # an operation that cannot be traced again
         if one.trial is not None and (changed := one.trial()) is not None:
             made = estimate_call(changed, view.subject.mesh, view.laid_out.slices or None)
+    moved = sum(c.total_bytes for c, e in view.exchanges if one.match.fits(c, e))
     if made is not None:
         after = made.sent * max(1.0, view.sends / base.sent) if base.sent else view.sends
+        if made.sent >= base.sent and one.removes:  # formulas do not see the exchange
+            after = max(view.sends - moved, made.sent)
         peaks = base.peak, min(made.peak, base.peak)
     elif one.removes:
-        after = view.sends - sum(c.total_bytes for c, e in view.exchanges if one.match.fits(c, e))
+        after = view.sends - moved
         peaks = base.peak, base.peak
     else:
         return one

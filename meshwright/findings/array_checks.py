@@ -22,6 +22,7 @@ from partitioning.plan.findings import Finding
 _SHARE_OF_ROWS, _SHARE = 0.05, 0.15  # of the parameters of a device, for an array to be large
 _LARGE_CONSTANT, _LEAST_CONSTANT = 2**20, 2**16  # bytes
 _SHARE_OF_BATCH, _SHARE_OF_MEMORY = 0.05, 0.01  # of the arguments of a device
+_FEW, _MOST = 0.25, 0.75  # of the parameters: few may have another axis than most by mistake
 _LEAST = 1024  # bytes of an array that is worth a finding
 
 
@@ -31,7 +32,7 @@ def find_whole_arrays(facts: ProgramFacts) -> Iterator[Finding]:
     like_others = set[int]()
     for axis in facts.sizes:
         sharded = [j for j in facts.weights if _has(facts.axes[j], axis)]
-        if not sharded:
+        if not sharded or _mixed_up(facts, axis) is not None:
             continue
         least = min(map(facts.layer_bytes, sharded))
         found: dict[str, list[int]] = collections.defaultdict(list)
@@ -70,6 +71,53 @@ def find_whole_arrays(facts: ProgramFacts) -> Iterator[Finding]:
                 f'{facts.path(sharded[0])}: write {axes_str(layouts[i])}, with which it is '
                 f'{bytes_str(less)}{_used_at(facts, i)}{_gathered(facts, group, axis)}',
             )
+
+
+def find_mixed_up_axes(facts: ProgramFacts) -> Iterator[Finding]:
+    """Parameters over another mesh axis than most, or than what products pair with them."""
+    for axis in facts.sizes:
+        found = _mixed_up(facts, axis)
+        if found is None:
+            continue
+        group, wanted, j, layout = found
+        others = [n for n in facts.weights if _has(facts.axes[n], wanted)]
+        yield Finding(
+            'warning',
+            'other axis',
+            facts.path(group[0]),
+            f'{and_more(group)}it is sharded over {axis!r}, which shards no other parameters, and '
+            f'not over {wanted!r}, which shards {len(others)} of {len(facts.weights)}, such as '
+            f'{facts.path(j)}: write {axes_str(layout)} for it{_used_at(facts, group[0])}',
+        )
+
+
+def _mixed_up(
+    facts: ProgramFacts, axis: str
+) -> tuple[list[int], str, int, tuple[Axes, ...]] | None:
+    """The few parameters over an axis in place of the one of most, or of what products pair.
+
+    Returns:
+      Their numbers, the other axis, a parameter that is sharded over it, and the layout of the
+      first one with the other axis in place of the first; None if there are none.
+    """
+    group = [i for i in facts.weights if _has(facts.axes[i], axis)]
+    if not group or len(group) > _FEW * len(facts.weights):
+        return None
+    i = next((i for i in group if facts.uses.get(facts.path(i))), group[0])
+    if any(facts.axes[n] != facts.axes[i] for n in group):
+        return None
+    d = next(d for d, own in enumerate(facts.axes[i]) if axis in own)
+    rest = [j for j in facts.weights if j not in group]
+    for wanted in (a for a in facts.sizes if a != axis and not _has(facts.axes[i], a)):
+        others = [j for j in rest if _has(facts.axes[j], wanted)]
+        is_usual = len(others) >= _MOST * len(facts.weights)
+        for j in others:
+            e = next(e for e, own in enumerate(facts.axes[j]) if wanted in own)
+            layout = tuple(tuple(wanted if a == axis else a for a in own) for own in facts.axes[i])
+            fits = facts.block.inputs[i].shape[d] % facts.shards(layout) == 0
+            if fits and (is_usual or facts.are_paired((i, d), (j, e))):
+                return [i, *(n for n in group if n != i)], wanted, j, layout
+    return None
 
 
 def _gathered(facts: ProgramFacts, group: Sequence[int], axis: str) -> str:
@@ -146,9 +194,9 @@ def find_whole_batches(facts: ProgramFacts) -> Iterator[Finding]:
         if others:
             fitting = [i for i in fitting if facts.nbytes(i) >= _SHARE_OF_BATCH * total]
             fitting = [i for i in fitting if _is_costly(facts, i)]
-        elif axis in facts.activation_axes | facts.data_axes:
-            continue
-        elif axis in used and not facts.is_meant_for_rows(axis):
+        elif axis in facts.activation_axes | facts.data_axes or (
+            axis in used and not facts.is_meant_for_rows(axis)
+        ):
             continue
         if not fitting:
             continue

@@ -135,6 +135,11 @@ class ProgramFacts:
             if self._named_role(j) == 'batch' and array.row.shape and i != j
         )
 
+    def are_paired(self, one: tuple[int, int], other: tuple[int, int]) -> bool:
+        """Whether products pair dimensions of two arguments, each given by two numbers."""
+        (i, d), (j, e) = one, other
+        return self._laid_out[2].are_linked((self.path(i), d), (self.path(j), e))
+
     @functools.cached_property
     def owners(self) -> dict[int, int]:
         """The number of the parameter that each array of the optimizer belongs to."""

@@ -114,7 +114,8 @@ def _of_exchanges(forecast: Forecast) -> Iterator[tuple[int, Suggestion]]:
             causes.setdefault(cause.change, cause)
     exposed = _exposed(forecast)
     for change, cause in causes.items():
-        if cause.effect is None and bytes_of[change] < _MUCH * total:
+        of_author = cause.effect is None or isinstance(cause.all_changes[0], CodeChange)
+        if of_author and not cause.confirmed and bytes_of[change] < _MUCH * total:
             continue
         saved, smaller, seconds = _UNKNOWN * bytes_of[change] / total, 0.0, None
         if cause.effect is not None:

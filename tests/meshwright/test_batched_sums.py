@@ -36,13 +36,17 @@ def changes(made):
 
 
 @pytest.mark.parametrize(
-    ('heads', 'spec'),
-    [(8, ('data', 'model', None, None)), (2, ('data', None, 'model', None))],
-    ids=['heads', 'heads that the devices do not divide'],
+    ('heads', 'fault', 'spec'),
+    [
+        (8, ('data', None, None, 'model'), ('data', 'model', None, None)),
+        (2, ('data', None, None, 'model'), ('data', None, 'model', None)),
+        (8, (('data', 'model'),), ('data', 'model', None, None)),
+    ],
+    ids=['heads', 'heads that the devices do not divide', 'heads in place of rows'],
 )
-def test_another_dimension_of_a_cache_is_sharded(heads, spec):
+def test_another_dimension_of_a_cache_is_sharded(heads, fault, spec):
     """The heads are, or else the length. The change does what the program with it does."""
-    made, mended = ask(heads, 'data', None, None, 'model'), ask(heads, *spec)
+    made, mended = ask(heads, *fault), ask(heads, *spec)
     text = f'lay out the argument cache/keys as PartitionSpec{spec!r}'
     cause = next(c for _, c in made.collectives if c is not None and c.change == text)
     assert cause.effect.sent[0] == sum(c.total_bytes for c, _ in made.collectives)

@@ -217,6 +217,13 @@ FAULTS = {
         r'3 products sum over dimension 0 of state/params/query \(and 2 more like it\), which has '
         r"64 elements .* the 4 devices along 'model' .*; write P\(None, 'model', None\)",
     ),
+    'one kernel over the axis of the rows': (
+        lambda: make_program(mesh_of(data=2, model=4), TENSOR | {'value': P(None, 'data')}),
+        'other axis',
+        'state/params/value',
+        r"over 'data', which shards no other parameters, and not over 'model', which shards \d of \d"
+        r".*: write P\(None, 'model', None\) for it",
+    ),
     'moments whole': (
         lambda: make_program(mesh_of(fsdp=8), FSDP, P('fsdp'), moments={}),
         'optimizer layout',

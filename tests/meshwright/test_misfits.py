@@ -170,7 +170,7 @@ def stacked(p, batch):
             in_front,
             'reshape(',
             "merges dimension 1 of 32 elements, which is sharded over 'data', behind",
-            'move dimension 1 in front of',
+            'write jnp.moveaxis(x, 1, 0).reshape(',
         ),
     ],
     ids=['rows of two arrays', 'a fused kernel', 'a split', 'a merge'],

@@ -229,3 +229,27 @@ def test_a_small_exchange_that_nobody_tried_to_avoid_is_no_suggestion():
     changes = [(c, cause.change) for c, cause in made.collectives if cause and cause.change]
     assert 0 < sum(c.total_bytes for c, _ in changes) < 0.02 * sent(made)
     assert not list_suggestions(made)
+
+
+@pytest.mark.parametrize('name', ['points', 'inputs'])
+def test_rows_of_another_kind_may_be_whole(name):
+    """Pairs of points are sharded, so every device needs all points."""
+    mesh = make_mesh(data=8)
+
+    def step(w, data, labels):
+        def loss(w):
+            y = data[name] @ w
+            between = jnp.sum((y[data['first']] - y[data['second']]) ** 2, -1) * data['weight']
+            return between.mean() + jnp.take_along_axis(y, labels[:, None], 1).mean()
+
+        return update(loss, w)
+
+    pairs = {key: struct(mesh, (8 * ROWS,), 'data', dtype='int32') for key in ('first', 'second')}
+    data = pairs | {'weight': struct(mesh, (8 * ROWS,), 'data'), name: struct(mesh, (ROWS, WIDTH))}
+    args = struct(mesh, (WIDTH, WIDTH)), data, struct(mesh, (ROWS,), dtype='int32')
+    step = jax.jit(step, donate_argnums=0)
+    assert not lint(step, *args, compile=False)
+    whole = data | {key: struct(mesh, (8 * ROWS,), dtype='int32') for key in pairs}
+    whole['weight'] = struct(mesh, (8 * ROWS,))
+    (finding,) = lint(step, args[0], whole, args[2], compile=False)
+    assert finding.kind == 'whole batch'
