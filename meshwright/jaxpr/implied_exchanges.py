@@ -94,7 +94,7 @@ class _Exchanges:
         if is_settled(step, factors):
             out.append(step)
             return
-        divided = divide(step, factors, self._sizes, settled=True)
+        divided = divide(step, factors, self._sizes)
         step.inputs = [
             self._move(value, [layout_of(dim, divided) for dim in array], step, out, moved)
             for value, array in zip(step.inputs, factors.inputs, strict=True)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.factors import Dimension, Factors
-from meshwright.jaxpr.primitives import ELEMENTWISE, SCATTERS
+from meshwright.jaxpr.primitives import ELEMENTWISE
 from meshwright.jaxpr.values import (
     TO_GLOBAL,
     TO_LOCAL,
@@ -194,19 +194,11 @@ def _used_elsewhere(value: Value, d: int) -> set[str]:
     return {a for i, axes in enumerate(value.axes) if i != d for a in axes or ()} | value.manual
 
 
-def divide(
-    step: Step, factors: Factors, sizes: Mapping[str, int], *, settled: bool = False
-) -> tuple[Axes, ...]:
+def divide(step: Step, factors: Factors, sizes: Mapping[str, int]) -> tuple[Axes, ...]:
     """Decides the mesh axes of each factor: an axis goes to the factor with the most bytes for it.
 
     As in XLA, a sum is divided if all of its operands are, and only then: otherwise, what is
     divided along the sum is gathered.
-
-    Args:
-      step: the operation.
-      factors: the factors of its arrays.
-      sizes: the size of each mesh axis.
-      settled: whether its arrays have their layouts, so that it is about how devices compute it.
     """
     votes: dict[str, dict[int, list[Value]]] = {}
     orders: list[list[str]] = [[] for _ in factors.sizes]
@@ -218,12 +210,10 @@ def divide(
                 votes.setdefault(axis, {}).setdefault(factor, []).append(value)
                 if axis not in orders[factor]:
                     orders[factor].append(axis)
-    winner = dict[str, int]()
-    for axis, found in votes.items():
-        one = next(iter(found)) if len(found) == 1 else None
-        if one is None and settled and step.name in SCATTERS | {'gather'}:
-            one = _choose_of_lookup(axis, votes, step, factors, sizes)
-        winner[axis] = _choose(axis, found, step, factors) if one is None else one
+    winner = {
+        axis: next(iter(found)) if len(found) == 1 else _choose(axis, found, step, factors)
+        for axis, found in votes.items()
+    }
     for factor, order in enumerate(orders):
         if order:
             orders[factor] = [axis for axis in order if winner[axis] == factor]
@@ -246,36 +236,6 @@ def _choose(axis: str, voters: Mapping[int, Sequence[Value]], step: Step, factor
             return f
     others = [f for f in votes if f not in sums] or sums
     return max(others, key=lambda f: (votes[f], -f)) if len(others) > 1 else others[0]
-
-
-def _choose_of_lookup(
-    axis: str,
-    votes: Mapping[str, Mapping[int, Sequence[Value]]],
-    step: Step,
-    factors: Factors,
-    sizes: Mapping[str, int],
-) -> int | None:
-    """The factor of a lookup or a scatter that an axis divides if table and rows both have it.
-
-    XLA moves what is smaller on each device: it gathers the table, or it lets each device look up
-    all rows in its part of the table, and sums them. Returns None for all other cases.
-    """
-    table = step.inputs[0], factors.inputs[0]
-    rows = (step.outputs[0], factors.outputs[0])
-    if step.name != 'gather':
-        rows = step.inputs[2], factors.inputs[2]
-    mine, theirs = ({f for dim in array for f in dim} for _, array in (table, rows))
-    of_table = [f for f in votes[axis] if f in mine - theirs]
-    of_rows = [f for f in votes[axis] if f in theirs - mine]
-    if len(of_table) != 1 or len(of_rows) != 1 or len(votes[axis]) > 2:
-        return None
-
-    def nbytes(value: Value, array: Sequence[Dimension]) -> float:
-        own = {f for dim in array for f in dim}
-        shards = (sizes[a] for a, found in votes.items() if a != axis and own & found.keys())
-        return value.nbytes / math.prod(shards)
-
-    return of_table[0] if nbytes(*table) > nbytes(*rows) else of_rows[0]
 
 
 def _divides(axis: str, factor: int, value: Value, array: Sequence[Dimension]) -> bool:
