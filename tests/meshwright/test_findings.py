@@ -221,8 +221,8 @@ FAULTS = {
         lambda: make_program(mesh_of(data=2, model=4), TENSOR | {'value': P(None, 'data')}),
         'other axis',
         'state/params/value',
-        r"over 'data', which shards no other parameters, and not over 'model', which shards \d of \d"
-        r".*: write P\(None, 'model', None\) for it",
+        r"over 'data', which shards no other parameters, and not over 'model', which shards \d "
+        r"of \d.*: write P\(None, 'model', None\) for it",
     ),
     'moments whole': (
         lambda: make_program(mesh_of(fsdp=8), FSDP, P('fsdp'), moments={}),
