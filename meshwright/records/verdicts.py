@@ -187,7 +187,7 @@ def _not_comparable(before: Record, after: Record) -> str:
         return ''
     missing = ', '.join(f'{name} {before.versions[name]}' for name in sorted(was - now))
     return (
-        f'the golden record was compiled with {missing}, which is not installed here: '
+        f'the golden file was compiled with {missing}, which is not installed here: '
         "pip install 'meshwright[aot]' for TPUs, or 'meshwright[aot-gpu]'"
     )
 

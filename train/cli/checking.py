@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from meshwright.records.verdicts import Verdict
 
 _CHECK = """\
-Compares the programs of a repository with their golden records: layouts,
+Compares the programs of a repository with their golden files: layouts,
 donation, constraints, remat, types, exchanges, memory and time. Names, lines,
 comments and order do not count. pyproject.toml declares the programs:
 
@@ -43,13 +43,13 @@ def check(arguments: Sequence[str], prog: str) -> int:
     """Runs `meshwright check`, and returns its exit status."""
     parser = _make_parser(prog, '[NAME ...] [--update] [...]', _CHECK)
     parser.add_argument(
-        '--update', action='store_true', help='write the golden records that changed'
+        '--update', action='store_true', help='write the golden files that changed'
     )
     parser.add_argument(
         '--python',
         metavar='PATH',
         default='',
-        help='a Python with the versions of the golden records, to tell apart what the code '
+        help='a Python with the versions of the golden files, to tell apart what the code '
         'changed and what the versions moved; it need not have this package',
     )
     parser.add_argument(
@@ -102,7 +102,7 @@ def _check(options: argparse.Namespace) -> int:
     if options.json and options.markdown:
         raise ValueError('--json and --markdown: choose one; --out=DIR writes both')
     if options.update and (options.python or options.out or options.json or options.markdown):
-        raise ValueError('--update writes golden records and compares nothing: use it alone')
+        raise ValueError('--update writes golden files and compares nothing: use it alone')
     if options.history is not None and (
         options.update or options.out or options.markdown or options.strict
     ):

@@ -54,7 +54,12 @@ def main(arguments: Sequence[str], prog: str) -> int:
     one = add(diff, 'compare two checkpoints; exit with 1 if they differ', first='A', second='B')
     one.add_argument('--names', action='store_true', help='compare names, shapes and dtypes only')
 
-    add(verify, 'compare files with their checksums; exit with 1 if one differs', path='PATH')
+    add(
+        verify,
+        'compare files with their checksums; exit with 1 unless a step is good and none is damaged '
+        'or without a manifest',
+        path='PATH',
+    )
 
     one = add(convert, 'write a checkpoint in another format', source='FROM', target='TO')
     one.add_argument('--to', required=True, choices=_FORMATS, help='the format to write')

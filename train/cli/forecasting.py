@@ -41,8 +41,8 @@ A TOPOLOGY is a chip and its arrangement (v5e:16x16, v5p:4x4x4; hosts and GPUs p
 or a cloud's name of it (v5p-128, v5litepod-16). 2xv5e:16x16 has two slices. Every RUN is a run of
 this package, a gin file, or the folder of a run; the mesh of the run is moved to the machine.
 
-The exit status is 0 if the step fits everywhere, 1 if it does not fit somewhere or differs from its
-golden forecast, and 2 after an error.
+The exit status is 0 if no step is known to be too large, 1 if one is or differs from its golden
+file, 2 after an error, and 75 or 130 after a signal.
 """
 
 
@@ -54,6 +54,7 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
 
 def _make_parser(prog: str) -> CommandParser:
     parser = CommandParser(prog, 'RUN ... --topology=TOPOLOGY [...]', _DESCRIPTION)
+    parser.epilog = None  # the description has its exit codes
     add_runs(parser, '*')
     add_topologies(parser)
     parser.add_argument(
@@ -86,11 +87,11 @@ def _make_parser(prog: str) -> CommandParser:
     parser.add_argument(
         '--golden',
         metavar='DIR',
-        help='compare with the golden forecasts in DIR; missing ones are written, but not in '
+        help='compare with the golden files in DIR; missing ones are written, but not in '
         'continuous integration, where CI is set',
     )
     parser.add_argument(
-        '--update', action='store_true', help='with --golden: replace the golden forecasts'
+        '--update', action='store_true', help='with --golden: replace the golden files'
     )
     searching.add_flags(parser)
     return parser
@@ -107,7 +108,7 @@ def _answer(options: argparse.Namespace, prog: str) -> int:
             f'--price={options.price:g} must be the price of a chip per hour, above 0'
         )
     if options.update and not options.golden:
-        raise ConfigError('--update replaces golden forecasts: name their folder, --golden=DIR')
+        raise ConfigError('--update replaces golden files: name their folder, --golden=DIR')
     if not options.runs and not options.gin_file:
         raise ConfigError(f'no run: name one, such as `{prog} pretrain --topology=v5p:4x4x4`')
     files = [find_gin_file(one) for one in options.runs]

@@ -16,8 +16,8 @@ from train.processes.signals import AFTER_CTRL_C, Interrupted, how_to_resume
 
 EXIT_CODES = """\
 exit codes: 0 if everything is done, 2 after an error that is explained, 75 if SIGTERM, SIGHUP, the
-watchdog, a store or another process stopped it with work left, 130 after Ctrl-C. The same command
-resumes."""
+watchdog, a store or another process stopped it with work left, 130 after Ctrl-C. After 75 or 130,
+repeat the command."""
 
 
 def run_until_signal(command: Callable[[], int], line: str) -> int:
