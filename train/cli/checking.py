@@ -42,9 +42,7 @@ compiler moved are reported, and are no change, except with --strict.
 def check(arguments: Sequence[str], prog: str) -> int:
     """Runs `meshwright check`, and returns its exit status."""
     parser = _make_parser(prog, '[NAME ...] [--update] [...]', _CHECK)
-    parser.add_argument(
-        '--update', action='store_true', help='write the golden files that changed'
-    )
+    parser.add_argument('--update', action='store_true', help='write the golden files that changed')
     parser.add_argument(
         '--python',
         metavar='PATH',
