@@ -229,7 +229,8 @@ for format in ('orbax', 'meshwright', 'safetensors'):
 def test_a_disk_that_takes_no_more_is_one_line(tmp_path):
     """The limit is one of the system on the size of a file, which acts as a full disk does."""
     file = save(tmp_path / 'a.safetensors', w=np.ones((128, 128), np.float32), x=W)
-    command = [sys.executable, '-c', FILES_OF_4_KB, str(file), str(tmp_path / 'out')]
+    # Without -B, the bytecode of modules would be cut off as well, and read by later tests.
+    command = [sys.executable, '-B', '-c', FILES_OF_4_KB, str(file), str(tmp_path / 'out')]
     run = subprocess.run(command, capture_output=True, text=True)
     lines = run.stderr.splitlines()
     assert run.returncode == 0 and len(lines) == 3, run.stderr
