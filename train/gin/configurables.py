@@ -82,9 +82,7 @@ def _register(module: str, name: str) -> None:
     known = gin_internals._inverse_lookup(found)
     if known is None or (known.module, known.name) not in _HOMES[name.rpartition('.')[2]]:
         source = _import_of(module)
-        with (
-            gin_internals.unlock_config()
-        ):  # A name may be asked for when all files have been read.
+        with gin_internals.unlock_config():  # All files may have been read.
             gin_internals._make_configurable(
                 found, name, module, avoid_class_mutation=True, import_source=(source, name)
             )
