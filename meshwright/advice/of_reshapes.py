@@ -263,7 +263,7 @@ class _Search:
         return f'the reshape from {given} to {self.value.shape} at {self.line}'
 
     def _merged(self, d: int, axes: Axes, group: Sequence[int]) -> _Misfit:
-        """A merge of some dimensions, of which a sharded one is not the first."""
+        """A merge of dimensions in which a sharded one does not come first."""
         given, made = self.value.operands[0], self.value.shape
         why = (
             f'{self._reshape} merges dimension {d} of {given.shape[d]:,} elements, which is '

@@ -59,8 +59,7 @@ class StartClock:
         line = f'{FIRST_STEP}after {format_seconds(total)}'
         if self._lost_at is not None:
             line = f'{FIRST_STEP}{format_seconds(total)} after the loss of a process'
-        line += f': {", ".join(shown)}' if shown else ''
-        return line, {'start/seconds_to_first_step': total, **metrics}
+        return f'{line}: {", ".join(shown)}', {'start/seconds_to_first_step': total, **metrics}
 
 
 def _age_of_process() -> float:

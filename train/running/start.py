@@ -234,8 +234,10 @@ def tell_changes(
 
     gin knows the settings of evaluators and writers only when these are opened. So the first call
     leaves out the settings that nothing has used yet, and the second one those that were `told`.
-    Returns the names of all settings that have been used.
+    Returns the names of all settings that have been used, or none if the run does not resume.
     """
+    if not before:
+        return frozenset()
     now = settings_of(run.config, closures=True)
     names = now.keys() if told is None else (before.keys() | now.keys()).difference(told)
     for line in describe_changes(before, now, names):
