@@ -27,15 +27,21 @@ _LEAST = 1024  # bytes of an array that is worth a finding
 
 
 def find_whole_arrays(facts: ProgramFacts) -> Iterator[Finding]:
-    """Large parameters that are whole along an axis which shards others like them."""
+    """Large parameters that are whole along an axis which shards others like them.
+
+    First come parameters over another mesh axis than most: no others should be like these.
+    """
     total = sum(map(facts.shard_bytes, facts.weights))
     like_others = set[int]()
+    mixed_up = {axis: found for axis in facts.sizes if (found := _mixed_up(facts, axis))}
+    for axis, found in mixed_up.items():
+        yield _other_axis(facts, axis, *found)
     for axis in facts.sizes:
         sharded = [j for j in facts.weights if _has(facts.axes[j], axis)]
-        if not sharded or _mixed_up(facts, axis) is not None:
+        if not sharded or axis in mixed_up:
             continue
         least = min(map(facts.layer_bytes, sharded))
-        found: dict[str, list[int]] = collections.defaultdict(list)
+        groups: dict[str, list[int]] = collections.defaultdict(list)
         layouts = dict[int, tuple[Axes, ...]]()
         for i in facts.weights:
             if _has(facts.axes[i], axis) or facts.layer_bytes(i) < max(least, _LEAST):
@@ -56,8 +62,8 @@ def find_whole_arrays(facts: ProgramFacts) -> Iterator[Finding]:
             else:
                 assert d is not None
                 layouts[i] = _with_axis(facts.axes[i], d, axis)
-            found[f'{_last(facts.path(i))} {axes_str(layouts[i])}'].append(i)
-        for group in found.values():
+            groups[f'{_last(facts.path(i))} {axes_str(layouts[i])}'].append(i)
+        for group in groups.values():
             i = group[0]
             held = sum(map(facts.shard_bytes, group))
             less = sum(facts.nbytes(i) / facts.shards(layouts[i]) for i in group)
@@ -73,22 +79,19 @@ def find_whole_arrays(facts: ProgramFacts) -> Iterator[Finding]:
             )
 
 
-def find_mixed_up_axes(facts: ProgramFacts) -> Iterator[Finding]:
-    """Parameters over another mesh axis than most, or than what products pair with them."""
-    for axis in facts.sizes:
-        found = _mixed_up(facts, axis)
-        if found is None:
-            continue
-        group, wanted, j, layout = found
-        others = [n for n in facts.weights if _has(facts.axes[n], wanted)]
-        yield Finding(
-            'warning',
-            'other axis',
-            facts.path(group[0]),
-            f'{and_more(group)}it is sharded over {axis!r}, which shards no other parameters, and '
-            f'not over {wanted!r}, which shards {len(others)} of {len(facts.weights)}, such as '
-            f'{facts.path(j)}: write {axes_str(layout)} for it{_used_at(facts, group[0])}',
-        )
+def _other_axis(
+    facts: ProgramFacts, axis: str, group: list[int], wanted: str, j: int, layout: tuple[Axes, ...]
+) -> Finding:
+    """Parameters over another mesh axis than most, as `_mixed_up` found them."""
+    others = [n for n in facts.weights if _has(facts.axes[n], wanted)]
+    return Finding(
+        'warning',
+        'other axis',
+        facts.path(group[0]),
+        f'{and_more(group)}it is sharded over {axis!r}, which shards no other parameters, and '
+        f'not over {wanted!r}, which shards {len(others)} of {len(facts.weights)}, such as '
+        f'{facts.path(j)}: write {axes_str(layout)} for it{_used_at(facts, group[0])}',
+    )
 
 
 def _mixed_up(

@@ -32,7 +32,6 @@ from partitioning.rules import MeshLike
 _CHECKS: tuple[Callable[[ProgramFacts], Iterator[Finding]], ...] = (
     array_checks.find_whole_batches,
     work_checks.find_whole_work,
-    array_checks.find_mixed_up_axes,
     array_checks.find_whole_arrays,
     shard_map_checks.find_whole_shard_maps,
     product_checks.find_cut_products,

@@ -30,9 +30,8 @@ from meshwright.causes import Cause
 from meshwright.causes.cause import Effect, source_of
 from meshwright.program.collectives import Collective
 from meshwright.report.figures import Sent, sum_collectives
-from meshwright.report.forecasts import Forecast
+from meshwright.report.forecasts import Forecast, ForecastFinding, MemoryChange
 from meshwright.report.plain_values import to_plain
-from meshwright.time.work import Origin
 
 FORMAT = 'meshwright answers 1'
 
@@ -133,38 +132,6 @@ class AnswerExchange:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AnswerChange:
-    """A change of a setting with which the program needs less memory.
-
-    Attributes:
-      setting: what to write.
-      peak: the peak with it, in bytes.
-      fits: whether it fits then.
-      peak_from: 'compiler', or 'jaxpr' for a figure by formula.
-    """
-
-    setting: str
-    peak: int
-    fits: bool
-    peak_from: Origin
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AnswerFinding:
-    """What is wrong or wasteful in the layouts of a program.
-
-    Attributes:
-      kind: what it is about: 'whole array', 'optimizer layout', ...
-      where: the 'file:line' of the user's code, or the path of an argument.
-      message: what is wrong, with figures, and what to write instead.
-    """
-
-    kind: str
-    where: str
-    message: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
     """What is known about one program on one machine.
 
@@ -202,8 +169,8 @@ class Answer:
     sent: tuple[Sent, ...] = ()
     exchanges: tuple[AnswerExchange, ...] = ()
     time: AnswerTime | None = None
-    changes: tuple[AnswerChange, ...] = ()
-    findings: tuple[AnswerFinding, ...] = ()
+    changes: tuple[MemoryChange, ...] = ()
+    findings: tuple[ForecastFinding, ...] = ()
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     problem: str = ''
@@ -229,13 +196,8 @@ def answer_of(forecast: Forecast) -> Answer:
         time=None
         if time is None
         else AnswerTime(seconds=time.seconds, low=time.low, high=time.high, mfu=forecast.mfu),
-        changes=tuple(
-            AnswerChange(setting=c.setting, peak=c.peak, fits=c.fits, peak_from=c.peak_from)
-            for c in forecast.changes
-        ),
-        findings=tuple(
-            AnswerFinding(kind=f.kind, where=f.where, message=f.message) for f in forecast.findings
-        ),
+        changes=forecast.changes,
+        findings=forecast.findings,
         warnings=forecast.warnings,
         notes=forecast.notes,
         details=forecast.as_dict(),

@@ -16,6 +16,7 @@ except ModuleNotFoundError:  # the smallest environments check only the sums
     jsonschema = None
 
 NAMES = {str: 'string', int: 'integer', float: 'number', bool: 'boolean'}
+PREFIXES = re.compile('^(Answer|Memory|Forecast)')
 
 
 def check_answers(document):
@@ -42,7 +43,7 @@ def schema_of_the_dataclasses():
 
 def define_types(kind, definitions):
     """Adds a dataclass and those in it to definitions of a schema; returns its name there."""
-    name = kind.__name__.removeprefix('Answer').lower() or 'answer'
+    name = PREFIXES.sub('', kind.__name__).lower() or 'answer'
     if name in definitions:
         return name
     definitions[name] = {}
