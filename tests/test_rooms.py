@@ -52,7 +52,7 @@ FLOORS = {
     'train': [
         {'errors'},
         {'attention', 'decoding', 'output_layer', 'paths'},
-        {'gin', 'machine', 'models', 'objectives', 'optimizers', 'processes'},
+        {'gin', 'machine', 'models', 'objectives', 'optimizers', 'processes', 'setting_checks'},
         {'data', 'reporting'},
         {'checkpoints', 'evaluators'},
         {'config', 'exporting'},

@@ -6,28 +6,26 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 import optax
-from jax.sharding import AxisType
 
 from partitioning import BasePartitioner
-from partitioning.hardware import OptionValue, check_option
+from partitioning.hardware import OptionValue
+from train import setting_checks as checks
 from train.checkpoints import CheckpointConfig, RestoreConfig
 from train.data import Lengths, Prefetch, Task
 from train.data.rows.packing import check_lengths
-from train.errors import ConfigError, FailurePolicy, check_counts, check_number, first_line
+from train.errors import ConfigError, FailurePolicy
 from train.machine.compiling import CacheSetting
 from train.objectives import Objective
 from train.optimizers import Optimizer
-from train.paths import as_path, is_remote
 from train.processes.watchdog import WatchdogConfig
 from train.reporting.writers import JsonWriter, MetricWriter, TensorBoardWriter
 
 PrngImpl = Literal['threefry2x32', 'rbg', 'unsafe_rbg']
 GradientDType = Literal['float32', 'bfloat16']
 NotFinitePolicy = Literal['stop', 'skip', 'roll_back', 'ignore']
-Check = Callable[[str, Any], None]
 
 
 class StopCondition(Protocol):
@@ -196,229 +194,53 @@ class TrainConfig:
                 f'set ema_decay, such as 0.999, or remove {name}'
             )
         last_step = math.inf if self.relative_steps else self.total_steps
-        _check_profile(self.profile_steps, last_step, self.model_dir)
-        check_partitioner(self.partitioner)
-        check_batch(self.partitioner, self.batch_size, self.num_microbatches)
-
-
-def _count(minimum: int = 1, *, optional: bool = False) -> Check:
-    """A check for an integer of at least `minimum`, or None if the setting is optional."""
-
-    def check(name: str, value: Any) -> None:
-        if value is not None or not optional:
-            check_counts(minimum, **{name: value})
-
-    return check
-
-
-def _one_of(kind: Any, *, optional: bool = False) -> Check:
-    """A check for one of the words of a Literal."""
-
-    def check(name: str, value: Any) -> None:
-        if value not in get_args(kind) and not (optional and value is None):
-            raise ConfigError(f'TrainConfig.{name} is {value!r}: use one of {get_args(kind)}')
-
-    return check
-
-
-def _check_switch(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f'TrainConfig.{name} is {value!r}: use True or False')
-
-
-def _check_decay(name: str, value: Any) -> None:
-    check_number(f'TrainConfig.{name}', value, '[0, 1) or None')
-
-
-def _instance(*kinds: type, written: str, optional: bool = False) -> Check:
-    """A check for an object of one of these types (`@Name` in gin is the class).
-
-    `written` is what to write, for the message.
-    """
-
-    def check(name: str, value: Any) -> None:
-        if isinstance(value, kinds) or (optional and value is None):
-            return
-        shown, names, advice = repr(value), ' or '.join(k.__name__ for k in kinds), written
-        if isinstance(value, type):
-            shown = f'the class {value.__name__}'
-            advice = f'{value.__name__}(), or @{value.__name__}() in a gin file, with parentheses'
-        elif '\n' in shown or len(shown) > 60:
-            shown = f'of type {type(value).__name__}'
-        raise ConfigError(
-            f'TrainConfig.{name} is {shown}, but it must be an instance of {names}: write {advice}'
-        )
-
-    return check
-
-
-def _check_path(name: str, value: Any) -> None:
-    as_path(f'TrainConfig.{name}', value)
-
-
-def _check_compiler_options(name: str, options: Any) -> None:
-    if not isinstance(options, Mapping):
-        if options == 'auto':
-            return
-        raise ConfigError(
-            f"TrainConfig.{name} is {options!r}: write 'auto', or a dict such as "
-            "{'xla_tpu_scoped_vmem_limit_kib': 65536}"
-        )
-    for option, value in options.items():
-        try:
-            check_option(option, False if value is None else value)
-        except ValueError as error:
-            raise ConfigError(f'TrainConfig.{name}: {error}') from None
-
-
-def _check_cache(name: str, setting: Any) -> None:
-    if setting is not None and setting != 'auto':
-        _check_path(name, setting)
-
-
-def _check_evaluators(name: str, evaluators: Any) -> None:
-    """Checks that evaluators have the attribute `every` and the method `run` or `prepare`."""
-    if evaluators is None:
-        return
-    if not isinstance(evaluators, Mapping):
-        raise ConfigError(
-            f"TrainConfig.{name} is {evaluators!r}: write {{'eval': HeldOut(), ...}}, or {{}}"
-        )
-    for key, evaluator in evaluators.items():
-        setting = f'TrainConfig.{name}[{key!r}]'
-        called = getattr(evaluator, 'prepare', None) or getattr(evaluator, 'run', None)
-        if isinstance(evaluator, type) or not callable(called):
-            raise ConfigError(
-                f'{setting} is {evaluator!r}: it must be an object with the attribute every and '
-                'the method run(state, step)'
-            )
-        every: Any = getattr(evaluator, 'every', None)
-        check_counts(minimum=0, **{f'{setting}.every': every})
-
-
-def _functions(written: str, home: str = '') -> Check:
-    """A check for a list of functions or classes. `written` says what to write.
-
-    Gin files may name others of these packages, and only `home` has some for this setting.
-    """
-    packages = ('jax', 'flax', 'optax', 'partitioning', 'train')
-
-    def check(name: str, functions: Any) -> None:
-        if not isinstance(functions, list | tuple) or not all(map(callable, functions)):
-            raise ConfigError(
-                f'TrainConfig.{name} is {functions!r}: it must be a list of functions or classes'
-            )
-        for i, function in enumerate(functions):
-            module = getattr(function, '__module__', None) or ''
-            if module.partition('.')[0] in packages and module != home:
-                shown = f'{module}.{getattr(function, "__name__", type(function).__name__)}'
-                raise ConfigError(f'TrainConfig.{name}[{i}] is {shown}: write {written}')
-
-    return check
-
-
-def _check_conditions(name: str, conditions: Any) -> None:
-    written = "write [EarlyStopping(metric='eval/loss')]"
-    if not isinstance(conditions, list | tuple):
-        raise ConfigError(f'TrainConfig.{name} is {conditions!r}: {written}')
-    for i, condition in enumerate(conditions):
-        has_metric = isinstance(getattr(condition, 'metric', None), str)
-        if isinstance(condition, type) or not has_metric or not hasattr(condition, 'reason'):
-            raise ConfigError(
-                f'TrainConfig.{name}[{i}] is {condition!r}: it must have a metric and '
-                f'reason(values); {written}'
-            )
+        checks.check_profile(self.profile_steps, last_step, self.model_dir)
+        checks.check_partitioner(self.partitioner)
+        checks.check_batch(self.partitioner, self.batch_size, self.num_microbatches)
 
 
 # What each setting must be by itself. `TrainConfig` checks how settings fit together.
-CHECKS: dict[str, Check] = {
-    'model_dir': _check_path,
-    'objective': _instance(Objective, written='NextToken(model=...)'),
-    'partitioner': _instance(BasePartitioner, written="PjitPartitioner(layout='fsdp')"),
-    'optimizer': _instance(Optimizer, optax.GradientTransformation, written='optax.adamw(1e-3)'),
-    'task': _instance(Task, written='CausalLM(source=...)'),
-    'total_steps': _count(0),
-    'batch_size': _count(),
-    'relative_steps': _check_switch,
+CHECKS: dict[str, checks.Check] = {
+    'model_dir': checks.check_path,
+    'objective': checks.instance(Objective, written='NextToken(model=...)'),
+    'partitioner': checks.instance(BasePartitioner, written="PjitPartitioner(layout='fsdp')"),
+    'optimizer': checks.instance(
+        Optimizer, optax.GradientTransformation, written='optax.adamw(1e-3)'
+    ),
+    'task': checks.instance(Task, written='CausalLM(source=...)'),
+    'total_steps': checks.count(0),
+    'batch_size': checks.count(),
+    'relative_steps': checks.check_switch,
     'sequence_length': check_lengths,
-    'evaluators': _check_evaluators,
-    'checkpoints': _instance(CheckpointConfig, written='CheckpointConfig()'),
-    'evaluate_first': _check_switch,
-    'stop_when': _check_conditions,
-    'not_finite': _one_of(NotFinitePolicy),
-    'max_skips': _count(),
-    'max_roll_backs': _count(),
-    'restore': _instance(RestoreConfig, written='RestoreConfig(path=...)', optional=True),
-    'hooks': _functions('your own function (state, step, metrics)'),
-    'writers': _functions(
+    'evaluators': checks.check_evaluators,
+    'checkpoints': checks.instance(CheckpointConfig, written='CheckpointConfig()'),
+    'evaluate_first': checks.check_switch,
+    'stop_when': checks.check_conditions,
+    'not_finite': checks.one_of(NotFinitePolicy),
+    'max_skips': checks.count(),
+    'max_roll_backs': checks.count(),
+    'restore': checks.instance(RestoreConfig, written='RestoreConfig(path=...)', optional=True),
+    'hooks': checks.functions('your own function (state, step, metrics)'),
+    'writers': checks.functions(
         '@JsonWriter, @TensorBoardWriter, @WeightsAndBiasesWriter, or your own class',
         JsonWriter.__module__,
     ),
-    'metrics_on_failure': _one_of(FailurePolicy),
-    'num_microbatches': _count(),
-    'gradient_dtype': _one_of(GradientDType),
-    'accumulation_dtype': _one_of(GradientDType),
-    'ema_decay': _check_decay,
-    'ema_debias': _check_switch,
-    'evaluate_ema': _check_switch,
-    'weight_metrics': _check_switch,
-    'log_every': _count(),
-    'compiler_options': _check_compiler_options,
-    'compilation_cache': _check_cache,
-    'prefetch': _instance(Prefetch, written='Prefetch()'),
-    'collect_garbage_every': _count(0),
-    'seed': _count(0, optional=True),
-    'data_seed': _count(0, optional=True),
-    'prng_impl': _one_of(PrngImpl, optional=True),
-    'split_key': _check_switch,
-    'watchdog': _instance(WatchdogConfig, written='WatchdogConfig()', optional=True),
+    'metrics_on_failure': checks.one_of(FailurePolicy),
+    'num_microbatches': checks.count(),
+    'gradient_dtype': checks.one_of(GradientDType),
+    'accumulation_dtype': checks.one_of(GradientDType),
+    'ema_decay': checks.check_decay,
+    'ema_debias': checks.check_switch,
+    'evaluate_ema': checks.check_switch,
+    'weight_metrics': checks.check_switch,
+    'log_every': checks.count(),
+    'compiler_options': checks.check_compiler_options,
+    'compilation_cache': checks.check_cache,
+    'prefetch': checks.instance(Prefetch, written='Prefetch()'),
+    'collect_garbage_every': checks.count(0),
+    'seed': checks.count(0, optional=True),
+    'data_seed': checks.count(0, optional=True),
+    'prng_impl': checks.one_of(PrngImpl, optional=True),
+    'split_key': checks.check_switch,
+    'watchdog': checks.instance(WatchdogConfig, written='WatchdogConfig()', optional=True),
 }
-
-
-def _check_profile(steps: Any, total_steps: float, model_dir: Any) -> None:
-    if steps is None:
-        return
-    if is_remote(model_dir):
-        raise ConfigError(
-            f'TrainConfig.profile_steps is {steps!r}, but jax writes traces to local folders only, '
-            f'not to {model_dir}: use a local model_dir for a short run with a trace'
-        )
-    valid = isinstance(steps, list | tuple) and len(steps) == 2
-    if not valid or not all(isinstance(s, int) for s in steps) or not 1 <= steps[0] <= steps[1]:
-        raise ConfigError(
-            f'TrainConfig.profile_steps is {steps!r}: write the first and the last step, such as '
-            '(10, 12)'
-        )
-    if steps[1] > total_steps:
-        raise ConfigError(
-            f'TrainConfig.profile_steps is {steps!r}, but the run ends at step {total_steps}'
-        )
-
-
-def check_partitioner(partitioner: BasePartitioner) -> None:
-    """Checks that the partitioner has a mesh, and settings that this trainer supports."""
-    try:
-        axis_types = partitioner.mesh.axis_types
-    except RuntimeError as error:  # jax raises it for a backend that does not exist.
-        raise ConfigError(f'the partitioner has no mesh: {first_line(error)}') from error
-    if any(axis_type is not AxisType.Auto for axis_type in axis_types):
-        raise ConfigError(
-            f'the mesh has the axis types {axis_types}, but this trainer needs Auto axes: remove '
-            'axis_types'
-        )
-    if not partitioner.params_on_devices:
-        raise ConfigError(
-            'PjitPartitioner.params_on_devices is False, but this trainer always creates and '
-            'restores parameters on devices: remove the setting'
-        )
-
-
-def check_batch(partitioner: BasePartitioner, batch_size: int, num_microbatches: int) -> None:
-    """Checks that the data axis divides the batch and each microbatch."""
-    partitioner.get_data_layout(batch_size)
-    parts = partitioner.data_mesh_size * num_microbatches
-    if batch_size % parts:
-        raise ConfigError(
-            f'batch_size {batch_size} cannot be split into {num_microbatches} microbatches over a '
-            f'data axis of size {partitioner.data_mesh_size}: use a multiple of {parts}'
-        )

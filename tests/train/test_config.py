@@ -11,11 +11,11 @@ from partitioning import PjitPartitioner
 from partitioning.mesh import MeshConfig
 from train import HeldOut, NextToken, Samples, TrainConfig
 from train.checkpoints import CheckpointConfig, RestoreConfig
-from train.config import check_batch
 from train.data import CausalLM, Examples, Prefetch
 from train.errors import ConfigError
 from train.reporting.writers import JsonWriter, TensorBoardWriter
 from train.running.run import choose_evaluators
+from train.setting_checks import check_batch
 
 pytestmark = pytest.mark.core
 
