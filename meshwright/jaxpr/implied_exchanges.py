@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.layouts import divide, is_settled, layout_of
+from meshwright.jaxpr.lookups import find_lookups
 from meshwright.jaxpr.primitives import PSUMS, names_in
 from meshwright.jaxpr.values import (
     TO_GLOBAL,
@@ -59,14 +60,14 @@ def insert_exchanges(block: Block, sizes: Mapping[str, int]) -> tuple[str, ...]:
       The primitives that no rule describes, whose results were taken to be whole or like their
       operands.
     """
-    writer = _Exchanges(sizes)
+    writer = _Exchanges(sizes, find_lookups(block))
     writer.rewrite(block)
     return tuple(sorted(writer.unknown))
 
 
 class _Exchanges:
-    def __init__(self, sizes: Mapping[str, int]):
-        self._sizes = sizes
+    def __init__(self, sizes: Mapping[str, int], lookups: frozenset[int]):
+        self._sizes, self._lookups = sizes, lookups
         self.unknown = set[str]()
         self._same: dict[int, Value] = {}  # the array that a constraint leaves as it is
 
@@ -94,7 +95,8 @@ class _Exchanges:
         if is_settled(step, factors):
             out.append(step)
             return
-        divided = divide(step, factors, self._sizes)
+        is_lookup = id(step) in self._lookups
+        divided = divide(step, factors, self._sizes, is_lookup=is_lookup)
         step.inputs = [
             self._move(value, [layout_of(dim, divided) for dim in array], step, out, moved)
             for value, array in zip(step.inputs, factors.inputs, strict=True)

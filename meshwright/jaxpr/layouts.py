@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.factors import Dimension, Factors
+from meshwright.jaxpr.lookups import choose_smaller
 from meshwright.jaxpr.primitives import ELEMENTWISE
 from meshwright.jaxpr.values import (
     TO_GLOBAL,
@@ -194,11 +195,19 @@ def _used_elsewhere(value: Value, d: int) -> set[str]:
     return {a for i, axes in enumerate(value.axes) if i != d for a in axes or ()} | value.manual
 
 
-def divide(step: Step, factors: Factors, sizes: Mapping[str, int]) -> tuple[Axes, ...]:
+def divide(
+    step: Step, factors: Factors, sizes: Mapping[str, int], *, is_lookup: bool = False
+) -> tuple[Axes, ...]:
     """Decides the mesh axes of each factor: an axis goes to the factor with the most bytes for it.
 
     As in XLA, a sum is divided if all of its operands are, and only then: otherwise, what is
     divided along the sum is gathered.
+
+    Args:
+      step: the operation.
+      factors: the factors of its arrays.
+      sizes: the size of each mesh axis.
+      is_lookup: whether to choose as `find_lookups` says.
     """
     votes: dict[str, dict[int, list[Value]]] = {}
     orders: list[list[str]] = [[] for _ in factors.sizes]
@@ -210,10 +219,12 @@ def divide(step: Step, factors: Factors, sizes: Mapping[str, int]) -> tuple[Axes
                 votes.setdefault(axis, {}).setdefault(factor, []).append(value)
                 if axis not in orders[factor]:
                     orders[factor].append(axis)
-    winner = {
-        axis: next(iter(found)) if len(found) == 1 else _choose(axis, found, step, factors)
-        for axis, found in votes.items()
-    }
+    winner = dict[str, int]()
+    for axis, found in votes.items():
+        one = next(iter(found)) if len(found) == 1 else None
+        if one is None and is_lookup:
+            one = choose_smaller(axis, votes, step, factors, sizes)
+        winner[axis] = _choose(axis, found, step, factors) if one is None else one
     for factor, order in enumerate(orders):
         if order:
             orders[factor] = [axis for axis in order if winner[axis] == factor]
