@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from meshwright.advice.confirming import compile_variants
 from meshwright.advice.figures import Measured, measure_costs
 from meshwright.advice.needs import with_tried_changes
 from meshwright.advice.searching import find_variants
+from meshwright.advice.trials import Trials
 from meshwright.calls.compiled_call import CompiledCall
 from meshwright.calls.compiling import Program
 from meshwright.calls.held import ROLES, HeldArray, free_axes
@@ -42,8 +44,7 @@ from partitioning.plan.audit import audit_rows
 from partitioning.rules import LogicalAxisRules
 
 _MORE = 1.02  # of an even share of the FLOPs: above it, devices compute the same
-_MOST, _SECONDS = 3, 20  # changes that are compiled, and how long that may take unasked
-_ONE = 60  # for so many seconds, one change is compiled that saves much by formula
+_MOST = 3  # changes that are compiled for what they save by formula
 _LARGEST = 20  # how many buffers a forecast lists
 # Which figures of a program for virtual CPU devices also hold for the machine of the forecast.
 _STAND_IN = (
@@ -73,6 +74,7 @@ def describe_program(
     explain: bool = True,
     recompile: Callable[[TracedCall], Program] | None = None,
     thoroughly: bool = False,
+    seconds: float = math.inf,
 ) -> Forecast:
     """The forecast of a program, without changes of settings and without what it took itself.
 
@@ -84,9 +86,9 @@ def describe_program(
       rules: the logical axis rules under which it was traced.
       explain: whether to find the causes of exchanges and buffers.
       recompile: compiles the function with a change; None compiles no changes.
-      thoroughly: whether to compile all changes that may help, however long that takes. If not,
-        changes are compiled for 20 s at most, by the time of the function itself, until one
+      thoroughly: whether to compile all changes that may help. If not, they are compiled until one
         helps.
+      seconds: how long compiling changes may take.
     """
     costs = read_program(program, target)
     mesh, jaxpr = target.mesh, program.traced.jaxpr
@@ -106,7 +108,7 @@ def describe_program(
         laid_out,
         recompile,
         explain=explain,
-        most=_MOST if thoroughly else _count_compiled(program.seconds),
+        seconds=seconds,
         until_first=not thoroughly,
     )
     if costs is None and work is not None:
@@ -142,11 +144,6 @@ def describe_program(
         rings=() if target.is_stand_in else tuple(axis_rings(mesh)),
         placement=None if target.is_stand_in else find_placement(mesh),
     )
-
-
-def _count_compiled(seconds: float) -> int:
-    """How many changes are compiled unasked, by the time in which the program was compiled."""
-    return max(int(_SECONDS / max(seconds, _SECONDS / _MOST)), int(seconds <= _ONE))
 
 
 def describe_compiled(call: CompiledCall) -> Forecast:
@@ -215,7 +212,7 @@ def _explain(
     recompile: Callable[[TracedCall], Program] | None,
     *,
     explain: bool,
-    most: int,
+    seconds: float,
     until_first: bool,
 ) -> tuple[Exchanges, Buffers]:
     """The exchanges of a compiled program and its largest buffers, each with its cause if asked.
@@ -243,16 +240,18 @@ def _explain(
         chip=target.chip,
         memory=estimate,
     )
-    if recompile is not None and most:
+    if recompile is not None:
 
-        def measure(call: TracedCall) -> Measured | None:
+        def measure(call: TracedCall) -> tuple[Measured | None, float]:
             again = recompile(call)
             found = read_program(again, target)
-            return None if found is None else measure_costs(found, _seconds(again, target, found))
+            time = None if found is None else _seconds(again, target, found)
+            return None if found is None else measure_costs(found, time), again.seconds
 
         before = measure_costs(costs, _seconds(program, target, costs))
+        trials = Trials(measure, program.seconds, seconds)
         advised = compile_variants(
-            explained, advised, before, measure, most, until_first=until_first
+            explained, advised, before, trials, _MOST, until_first=until_first
         )
     told = advise(explained, advised)
     return told, with_tried_changes(explained.buffers, told)

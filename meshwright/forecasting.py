@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from meshwright.report.forecasts import Compilation, Forecast
 from partitioning.hardware import OptionValue
 from partitioning.tracebacks import hide_own_frames
 
+_SECONDS = 60  # for changes that are compiled unasked
+
 
 @hide_own_frames
 def forecast(
@@ -36,6 +39,7 @@ def forecast(
     on_cpu: bool = False,
     changes: Sequence[SettingChange] | None = (),
     confirm: bool | None = None,
+    seconds: float | None = None,
     explain: bool = True,
     on_program: Callable[[str], None] | None = None,
     progress: Progress | None = None,
@@ -72,7 +76,10 @@ def forecast(
         more devices. None tries nothing.
       confirm: whether to compile changes: settings that fit by formula, until the compiler confirms
         one, and the three changes of layouts with which devices send least by formula. By default,
-        changes of layouts are compiled until one helps, if that takes less than 20 s.
+        changes of layouts are compiled until one helps.
+      seconds: how long compiling changes may take, without waiting for other processes: 60 by
+        default, and without end if `confirm` is True. Changes that would take longer, by the time
+        of the function itself, are told as not tried.
       explain: whether to find the causes of exchanges and buffers.
       on_program: receives the text of the compiled program, if there is one.
       progress: receives a text when a stage begins.
@@ -100,7 +107,12 @@ def forecast(
             progress=progress,
         )
         result = forecast_examined(
-            examined, changes=changes, confirm=confirm, explain=explain, progress=progress
+            examined,
+            changes=changes,
+            confirm=confirm,
+            seconds=seconds,
+            explain=explain,
+            progress=progress,
         )
     taken = Compilation(seconds=time.perf_counter() - started, peak_rss=peak_rss())
     return dataclasses.replace(result, compilation=taken)
@@ -111,6 +123,7 @@ def forecast_examined(
     *,
     changes: Sequence[SettingChange] | None = (),
     confirm: bool | None = None,
+    seconds: float | None = None,
     explain: bool = True,
     progress: Progress | None = None,
 ) -> Forecast:
@@ -118,7 +131,7 @@ def forecast_examined(
 
     Args:
       examined: the call.
-      changes, confirm, explain, progress: as for `forecast`.
+      changes, confirm, seconds, explain, progress: as for `forecast`.
     """
     call, target, held = examined.call, examined.target, examined.held
     say, options = progress or (lambda text: None), examined.compiler_options
@@ -132,6 +145,7 @@ def forecast_examined(
             explain=explain,
             recompile=_recompile(call.name, target, options, say) if confirm is not False else None,
             thoroughly=bool(confirm),
+            seconds=_time_for_changes(confirm, seconds),
         )
         traced = examined.program.traced
         result = with_findings(result, traced, target.mesh, held, examined.results)
@@ -148,6 +162,14 @@ def forecast_examined(
         )
         result = dataclasses.replace(result, changes=ranked)
     return result
+
+
+def _time_for_changes(confirm: bool | None, seconds: float | None) -> float:
+    if seconds is None:
+        return math.inf if confirm else _SECONDS
+    if not seconds >= 0:
+        raise ValueError(f'seconds={seconds} must be at least 0, which compiles no change')
+    return seconds
 
 
 @contextlib.contextmanager

@@ -16,7 +16,10 @@ from partitioning.library_files import is_library_file, is_standard_file
 _ROOT = f'{Path(__file__).parents[1]}/'
 _PLUMBING = (f'{_ROOT}meshwright/', f'{_ROOT}partitioning/')
 _ABSOLUTE = re.compile(r'/[^\s:]+\.py:\d+')
-_CONSTRAINING = ('with_sharding_constraint', 'reshard')
+CONSTRAINING = ('with_sharding_constraint', 'reshard')
+_MODULES = ('jax', 'jnp', 'lax', 'np', 'nn', 'einops', 'nnx', 'eqx')
+_OF_ELEMENTS = ('relu', 'gelu', 'silu', 'swish', 'tanh', 'sigmoid', 'exp', 'square', 'softplus')
+_LONGEST = 40  # letters of an array in a text
 _NESTED = 3  # functions that call each other
 
 
@@ -89,11 +92,72 @@ def _given_layouts(path: str) -> tuple[tuple[int, int], ...]:
             given = {arg.arg for arg in ast.walk(function.args) if isinstance(arg, ast.arg)}
             for call in _calls_in(function):
                 is_moved = call.args and isinstance(call.args[0], ast.Name)
-                if is_moved and _name_of(call) in _CONSTRAINING:
+                if is_moved and _name_of(call) in CONSTRAINING:
                     layouts = (*call.args[1:], *(word.value for word in call.keywords))
                     if given & {name for one in layouts for name in _names_of_layout(one)}:
                         found.append((call.lineno, call.end_lineno or call.lineno))
     return tuple(found)
+
+
+def array_at(line: str, calls: Collection[str] = ()) -> str:
+    """The array of a line of code as its author has written it, or 'x' if that is not clear.
+
+    Args:
+      line: the 'file:line'.
+      calls: functions or methods. The array is what the line gives to one of them, or to its only
+        call with further arguments; without `calls`, it is the variable that one operation makes.
+    """
+    path, _, number = line.rpartition(':')
+    if not number.isdigit() or is_library(line):
+        return 'x'
+    own = [s for s in _statements(path) if s.lineno <= int(number) <= (s.end_lineno or s.lineno)]
+    statement = max(own, key=lambda s: s.lineno, default=None)
+    if statement is None:
+        return 'x'
+    if not calls:
+        if not isinstance(statement, ast.Assign) or not _is_one_operation(statement.value):
+            return 'x'
+        target = statement.targets[0]
+        return target.id if isinstance(target, ast.Name) and len(statement.targets) == 1 else 'x'
+    found = [c for c in ast.walk(statement) if isinstance(c, ast.Call) and _taken(c) is not None]
+    found = [c for c in found if c.lineno <= int(number) <= (c.end_lineno or c.lineno)]
+    named = [c for c in found if _name_of(c) in calls] or [c for c in found if len(c.args) > 1]
+    texts = {ast.unparse(taken) for c in named if (taken := _taken(c)) is not None}
+    text = texts.pop() if len(texts) == 1 else ''
+    return text if 0 < len(text) <= _LONGEST else 'x'
+
+
+@functools.cache
+def _statements(path: str) -> tuple[ast.stmt, ...]:
+    """The statements of a file that have no others inside."""
+    try:
+        tree = ast.parse(''.join(linecache.getlines(path)))
+    except (SyntaxError, ValueError):
+        return ()
+    found = (node for node in ast.walk(tree) if isinstance(node, ast.stmt))
+    return tuple(node for node in found if not hasattr(node, 'body'))
+
+
+def _taken(call: ast.Call) -> ast.expr | None:
+    """The array that a call takes: what a method is of, or the first argument of a function."""
+    if isinstance(call.func, ast.Attribute):
+        root = call.func.value
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if not (isinstance(root, ast.Name) and root.id in _MODULES):
+            return call.func.value
+    first = call.args[0] if call.args else None
+    return None if isinstance(first, ast.Starred | ast.Lambda | ast.Constant) else first
+
+
+def _is_one_operation(value: ast.expr) -> bool:
+    """Whether an expression has one operation, and functions of single elements of its result."""
+    while isinstance(value, ast.Call) and _name_of(value) in _OF_ELEMENTS and value.args:
+        value = value.args[0]
+    if not isinstance(value, ast.Call | ast.BinOp):
+        return False
+    inside = ast.Call, ast.BinOp
+    return not any(isinstance(node, inside) for node in ast.walk(value) if node is not value)
 
 
 def line_of_specs(function: str) -> str:

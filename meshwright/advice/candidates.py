@@ -40,6 +40,7 @@ class Candidate:
       row_axes: the mesh axes that the rows of the batch lack, if it adds them.
       array: the array that lacks them.
       why: what the devices along these axes do.
+      like_most: whether most other parameters of the shape have the layout.
     """
 
     change: Change
@@ -49,6 +50,7 @@ class Candidate:
     row_axes: Axes = ()
     array: str = ''
     why: str = ''
+    like_most: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from meshwright.advice.candidates import REMOVED, Advised, Candidate, Told, Variant
 from meshwright.advice.figures import Measured
 from meshwright.advice.subject import with_change
+from meshwright.advice.trials import Trials
 from meshwright.causes.cause import ConstraintRemoval, Effect
 from meshwright.causes.explaining import Explanation
-from meshwright.jax_private import TracedCall
 
 _TOLD = 3  # changes that only the author can write and that are compiled
 # A change that sends or holds so little is told, although it holds a little more, or sends more.
@@ -24,7 +24,7 @@ def compile_variants(
     explanation: Explanation,
     advised: Advised,
     before: Measured,
-    measure: Callable[[TracedCall], Measured | None],
+    trials: Trials,
     most: int = 3,
     until_first: bool = False,
 ) -> Advised:
@@ -34,14 +34,14 @@ def compile_variants(
       explanation: the causes of the exchanges.
       advised: the changes that help by formula.
       before: the function as it is.
-      measure: compiles a function; None if it cannot be compiled.
+      trials: compiles functions. What it has no time for is kept as not tried.
       most: the number of compilations at most.
       until_first: whether to end with the first change that helps, and to keep the others as not
         tried.
     """
     kept: list[Variant] = []
     sizes = _sizes_of_told(explanation, advised)
-    told = tuple(_compile_told(advised, sizes, before, measure, 1 if until_first else _TOLD))
+    told = tuple(_compile_told(advised, sizes, before, trials, 1 if until_first else _TOLD))
     if until_first and any(one.confirmed for one in told):
         return dataclasses.replace(advised, told=told)
     variants = advised.variants[:most]  # the others do less than those that are compiled
@@ -54,13 +54,16 @@ def compile_variants(
             kept += [v for v in advised.variants if v.helps]
     for number, variant in enumerate(variants):
         is_expert = variant.candidate in advised.experts
+        if trials.is_over:
+            kept += [v for v in advised.variants[number:] if v.helps]
+            break
         mended = any(v.compiled and _is_mended(v.compiled, advised) for v in kept)
         if number >= most and mended and not is_expert:
             break
         after = None
         with contextlib.suppress(Exception):  # a function that cannot be made has no figures
             call = with_change(advised.subject, variant.change)
-            after = None if call is None else measure(call)
+            after = None if call is None else trials.measure(call)
         if after is not None and after.is_better(before):
             effect = _effect(before, after)
             kept.append(dataclasses.replace(variant, compiled=effect, gone=after.gone(before)))
@@ -85,7 +88,7 @@ def _compile_told(
     advised: Advised,
     sizes: Mapping[str, float],
     before: Measured,
-    measure: Callable[[TracedCall], Measured | None],
+    trials: Trials,
     most: int,
 ) -> Iterator[Told]:
     """What only the author can write, without what was compiled and does not help."""
@@ -94,11 +97,12 @@ def _compile_told(
     compiled: dict[str, Measured | None] = {}
     for one in advised.told:
         text = one.change.text
-        if one.trial is not None and text in list(texts)[:most] and text not in compiled:
+        tries = one.trial is not None and text in list(texts)[:most] and text not in compiled
+        if tries and one.trial is not None and not trials.is_over:
             compiled[text] = None
             with contextlib.suppress(Exception):  # as above
                 changed = one.trial()
-                compiled[text] = None if changed is None else measure(changed)
+                compiled[text] = None if changed is None else trials.measure(changed)
         after = compiled.get(text)
         if after is None:
             yield one

@@ -29,6 +29,7 @@ LEAST_SAVED = 0.02  # the share of the bytes or of the peak that a change has to
 _MORE = 0.01  # the share by which it may raise the others
 MORE_FLOPS = 1.05  # how many more FLOPs a change may need, which then send much less
 _MUCH = 0.1  # the share of the bytes that it saves for them
+_MORE_PEAK, _MOST = 1.05, 0.25  # the same for the peak by formula
 _UNNEEDED = 1.5  # how often more a program sends if its layouts have spread wrongly or do not fit
 # A change lowers a figure to this share, so that it is worth a person's time, and raises others to
 # this one.
@@ -85,9 +86,16 @@ class Estimate:
         return (
             (sends or holds)
             and self.cost <= (1 + _MORE) * before.cost
-            and self.peak <= (1 + _MORE) * before.peak
+            and self.peak <= before.peak * self._allowed_peak(before)
             and self.flops <= before.flops * self._allowed_flops(before)
         )
+
+    def _allowed_peak(self, before: Estimate) -> float:
+        """The peak that a change may need, as a multiple of the peak before.
+
+        Peaks by formula are off by more than this, and compiling decides about what saves so much.
+        """
+        return _MORE_PEAK if self.saved(before) > _MOST else 1 + _MORE
 
     def _allowed_flops(self, before: Estimate) -> float:
         """The FLOPs that a change may need, as a multiple of those before.

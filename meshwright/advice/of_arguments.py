@@ -40,6 +40,7 @@ from partitioning.rules import as_tuple, sharding_axes
 
 Key = tuple[int | None, Axes, tuple[object, ...]]
 
+_GENERAL = ('kernel', 'weight', 'weights', 'w', 'value', '')  # names of the matrix of any layer
 _ALL = 1e15  # comes before all others
 _WHOLE = 1.2  # the weight of the layout that all other parameters of a shape have
 _BATCH = 3.0  # the weight of sharding a batch that every device has
@@ -61,7 +62,7 @@ def lay_out_arguments(view: FunctionView) -> Iterator[tuple[float, Candidate]]:
         weight = sum(view.parameters.get(row.path, 0.0) for row in rows)
         now, is_given = axes_of_row(rows[0]), rows[0].role == 'other'
         if peer is not None:
-            yield max(weight, 1.0), Candidate(_change(rows, peer), False, _WHOLE)
+            yield max(weight, 1.0), Candidate(_change(rows, peer), False, _WHOLE, like_most=True)
         if not weight or not any(now) or _is_looked_up(view, rows[0]):
             continue
         kept = [now[0][:n] for n in range(1, len(now[0]))] + [now[0]]  # rows stay divided
@@ -81,10 +82,17 @@ def _groups(view: FunctionView) -> list[list[PlanRow]]:
     groups: dict[tuple[object, ...], list[PlanRow]] = collections.defaultdict(list)
     for row in view.rows.values():
         if row.role == 'parameters' and len(row.shape) > 1:
-            groups[re.sub(r'\d+', '', row.path), row.shape, str(row.spec)].append(row)
+            groups[_name(row.path), row.shape, str(row.spec)].append(row)
         elif row.role == 'other' and len(row.shape) > 2:
             groups['', row.shape, str(row.spec)].append(row)
     return list(groups.values())
+
+
+def _name(path: str) -> str:
+    """The end of a path that says which parameter of a layer it is: 'gate', or 'gate/kernel'."""
+    parts = re.sub(r'\d+', '', path).split('/')
+    first = next((n for n in reversed(range(len(parts))) if parts[n] not in _GENERAL), 0)
+    return '/'.join(parts[first:])
 
 
 def _change(rows: Sequence[PlanRow], layout: Layout) -> LayoutChange:
@@ -93,17 +101,22 @@ def _change(rows: Sequence[PlanRow], layout: Layout) -> LayoutChange:
 
 
 def _peer_layout(view: FunctionView, row: PlanRow) -> Layout | None:
-    """The layout of the parameters of the same shape that are sharded over more axes, if any."""
+    """The layout of the parameters of the same shape that are sharded over more axes, if any.
+
+    Or else the layout that most of them have, over the same axes.
+    """
     if row.role == 'other':
         return None
-    mine = {axis for axes in axes_of_row(row) for axis in axes}
-    found: collections.Counter[Layout] = collections.Counter()
+    now, found = axes_of_row(row), collections.Counter[Layout]()
     for other in view.rows.values():
         if other.role == 'parameters' and other.shape == row.shape:
-            layout = axes_of_row(other)
-            if mine < {axis for axes in layout for axis in axes}:
-                found[layout] += 1
-    return found.most_common(1)[0][0] if found else None
+            found[axes_of_row(other)] += 1
+    mine = {*_names(now)}
+    more = [(n, layout) for layout, n in found.items() if mine < {*_names(layout)}]
+    alike = [
+        (n, layout) for layout, n in found.items() if n > found[now] and mine == {*_names(layout)}
+    ]
+    return max(more or alike, default=(0, None))[1]
 
 
 def _moved(view: FunctionView, row: PlanRow) -> Iterator[Layout]:

@@ -35,6 +35,7 @@ from meshwright.causes.cause import CodeChange, over
 from meshwright.jaxpr.implied_exchanges import KINDS, exchange_axes
 from meshwright.jaxpr.primitives import ELEMENTWISE, GATHERS, MOVES, PSUMS
 from meshwright.jaxpr.values import TO_GLOBAL, Axes, Step, Value
+from meshwright.user_lines import array_at
 
 _NEAR = 40  # steps in which the place of a slice is computed
 _SCATTERING = ('reduce_scatter', 'psum_scatter')
@@ -103,13 +104,14 @@ class _Kept:
     def text(self) -> str:
         """What to write."""
         line, axes = self.step.line, _written(self.axes)
+        array = array_at(line, ('psum', 'all_gather'))
         if self.gathered is None:
             return (
-                f'write jax.lax.psum_scatter(x, {axes}, scatter_dimension={self.d}, tiled=True) in '
-                f'place of the psum at {line} and the slice at {self.where}'
+                f'write jax.lax.psum_scatter({array}, {axes}, scatter_dimension={self.d}, '
+                f'tiled=True) in place of the psum at {line} and the slice at {self.where}'
             )
         return (
-            f'write jax.lax.all_to_all(x, {axes}, split_axis={self.d}, concat_axis='
+            f'write jax.lax.all_to_all({array}, {axes}, split_axis={self.d}, concat_axis='
             f'{self.gathered}, tiled=True) in place of the all_gather at {line} and the slice at '
             f'{self.where}'
         )

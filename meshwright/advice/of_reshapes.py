@@ -31,6 +31,7 @@ from meshwright.causes.wording import in_words
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.values import Axes, Dim, Value
 from meshwright.program.collectives import Collective
+from meshwright.user_lines import array_at
 
 _NEAR = 60  # values before a product that are looked at
 _CUTTING = {'slice': 'slices', 'split': 'splits', 'concatenate': 'concatenates', 'pad': 'pads'}
@@ -246,8 +247,8 @@ class _Search:
         new = ', '.join(str(shape[o]) for o in order)
         if self._is_of_rows(given, d):
             text = (
-                f'write jnp.moveaxis(x.reshape({new}), {made}, {fits}) at {self.line}, and the '
-                'same for all arrays with these rows, so that each device keeps its rows'
+                f'write jnp.moveaxis({self._array}.reshape({new}), {made}, {fits}) at {self.line}, '
+                'and the same for all arrays with these rows, so that each device keeps its rows'
             )
             splits = ((given.shape, self.value.shape, order),)
             return dataclasses.replace(self._misfit(axes, why, text), splits=splits)
@@ -256,6 +257,11 @@ class _Search:
             f'devices divide first, or keep {shape[made]:,} arrays in place of one'
         )
         return self._misfit(axes, why, text)
+
+    @property
+    def _array(self) -> str:
+        text = array_at(self.line, ('reshape', 'ravel', 'flatten', 'rearrange'))
+        return text if text.replace('.', '').isidentifier() else f'({text})'
 
     @property
     def _reshape(self) -> str:
@@ -279,9 +285,9 @@ class _Search:
             return misfit
         new = ', '.join(map(str, made))
         text = (
-            f'write jnp.moveaxis(x, {d}, {first}).reshape({new}) at {self.line}, and the same for '
-            'all arrays with these rows, so that each device keeps its rows; or keep the '
-            'dimensions apart'
+            f'write jnp.moveaxis({self._array}, {d}, {first}).reshape({new}) at {self.line}, and '
+            'the same for all arrays with these rows, so that each device keeps its rows; or keep '
+            'the dimensions apart'
         )
         rest = (e for e in range(first, len(given.shape)) if e != d)
         splits = ((made, given.shape, (*range(first), d, *rest)),)

@@ -100,7 +100,8 @@ _TOLD: tuple[Callable[[FunctionView], Iterator[Told]], ...] = (
 )
 _STEPS = 9000  # the steps of all estimates together
 _FEWEST, _MOST = 6, 30  # estimates
-_LAID_OUT = 0.1  # the share of the bytes that another layout of a parameter has to save
+# The share of the bytes that another layout of a parameter has to save, and the layout of most.
+_LAID_OUT, _LIKE_MOST = 0.1, 0.03
 _SENT, _HELD = 0.98, 1.01  # the share of the bytes that a change may leave
 _LESS, _COMPILED = 0.8, 3  # layouts that send less of what a program sends are compiled; how many
 _JOINED = 1.25  # two changes are kept together if they save this many times more
@@ -255,7 +256,8 @@ class _Search:
             return None
         if estimate is None or not estimate.is_better(base):
             return None
-        if isinstance(change, LayoutChange) and estimate.saved(base) < _LAID_OUT:
+        least = _LIKE_MOST if candidate.like_most else _LAID_OUT
+        if isinstance(change, LayoutChange) and estimate.saved(base) < least:
             return None  # another layout may suit formulas a little better, and the author not
         saved = max(estimate.saved(base), 0.0) + 0.1 * (base.peak - estimate.peak) / base.peak
         saved *= REMOVED if isinstance(change, ConstraintRemoval) else 1

@@ -21,6 +21,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from meshwright.jaxpr.values import Value
+from meshwright.user_lines import CONSTRAINING, array_at
 from partitioning.rules import MeshAxes, from_tuple
 
 ASKED = 'the program asks for it with'  # so begins why an exchange exists that somebody has written
@@ -129,11 +130,12 @@ class ConstraintChange:
     shapes: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
+        array = array_at(self.source, CONSTRAINING if self.replaces else ())
         if any(self.names):
-            written = f'constrain(x, {self.names!r})'
+            written = f'constrain({array}, {self.names!r})'
         else:
             axes = ', '.join(repr(from_tuple(a)) for a in self.layout)
-            written = f'with_sharding_constraint(x, PartitionSpec({axes}))'
+            written = f'with_sharding_constraint({array}, PartitionSpec({axes}))'
         if self.replaces:
             return f'write {written} at {self.source}'
         return f'add {written} for the result of {self.source}'

@@ -43,6 +43,7 @@ class Evidence:
       result: the index of the function's result that the moved array becomes, or None.
       made_at: the user's line that makes the value.
       used_at: the user's line that needs the result.
+      asked_at: the user's line of the exchange itself, as far as the program has one.
       path: the path of the jax operation.
       dtype: the type of its elements, as XLA writes it.
       combined: how many arrays the compiler has joined into the one that it moves.
@@ -57,6 +58,7 @@ class Evidence:
     result: int | None = None
     made_at: str = ''
     used_at: str = ''
+    asked_at: str = ''
     path: str = ''
     dtype: str = ''
     combined: int = 1
@@ -120,6 +122,7 @@ def find_evidence(
         result=next((t.part or 0 for t in takers if t.instruction.is_root and t.part != -1), None),
         made_at=(matcher.source_of(maker.instruction) if maker else '') or own_line,
         used_at=used_at or own_line,
+        asked_at=own_line,
         path=collective.op_name,
         dtype=arrays[0].dtype,
         combined=max(len(joined), 1),

@@ -153,7 +153,7 @@ def explain_exchange(evidence: Evidence, possible: PossibleChanges) -> Cause:
             rule='',
             suspect=False,
             asked_for=True,
-            source=evidence.made_at,
+            source=evidence.asked_at or evidence.made_at,
         )
     if evidence.kind in ('all-reduce', 'reduce-scatter'):
         return _explain_gradient(move) if value.gradient_of else _explain_sum(move)

@@ -169,7 +169,13 @@ def _is_large(facts: ProgramFacts, i: int, axis: str, sharded: Sequence[int], sh
         return False
     if axis in facts.row_axes or axis in ROW_AXES:
         return share >= _SHARE_OF_ROWS
-    return share >= _SHARE and _is_multiplied(facts, i)
+    # An axis of tensors that shards matrices says nothing of convolutions.
+    like_it = any(_names(facts, j) & _names(facts, i) for j in alike)
+    return share >= _SHARE and _is_multiplied(facts, i) and like_it
+
+
+def _names(facts: ProgramFacts, i: int) -> set[str]:
+    return {step.name for step in facts.uses.get(facts.path(i), ())}
 
 
 def _is_multiplied(facts: ProgramFacts, i: int) -> bool:

@@ -52,7 +52,7 @@ _REMATERIALIZED = re.compile(
 )
 _BUFFERS = 12
 # Settings of `forecast` that say what is described, and not which program it is.
-_DESCRIBING = ('changes', 'confirm', 'explain')
+_DESCRIBING = ('changes', 'confirm', 'seconds', 'explain')
 _FRAME = re.compile(r'stack_frame_id=(\d+)')
 
 

@@ -59,6 +59,10 @@ class ExplainedRow:
     avoidable: bool = False
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, beside: float = 0.0) -> str:
+        """The row in words, in a list whose largest number of bytes is `beside`."""
         over = f' over {", ".join(self.axes)}' if self.axes else ''
         several = f'{self.count:,} x ' if self.count > 1 else ''
         named = f' of {self.array}' if self.what == 'exchange' and self.array else ''
@@ -67,7 +71,8 @@ class ExplainedRow:
         why = f': {self.why}' if self.why else ''
         why += ' (avoidable)' if self.avoidable else ''
         change = f'; {self.change} ({self.tried})' if self.change else ''
-        return f'{bytes_str(self.nbytes):>10}  {several}{self.kind}{over}{named}{at}{why}{change}'
+        size = f'{bytes_str(self.nbytes, beside):>10}'
+        return f'{size}  {several}{self.kind}{over}{named}{at}{why}{change}'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -169,6 +174,11 @@ def _heads(explained: Explained) -> tuple[str, str]:
     return exchanges, f'the largest buffers of {peak} ({origin})'
 
 
+def _largest(explained: Explained) -> tuple[float, float]:
+    """The sums over each list, which decide its unit."""
+    return sum(row.nbytes for row in explained.exchanges), explained.forecast.memory.peak
+
+
 def _lines(explained: Explained) -> Iterator[str]:
     titles = _heads(explained)
     if suggestions := explained.suggestions:
@@ -179,14 +189,15 @@ def _lines(explained: Explained) -> Iterator[str]:
         yield ''
     elif none := nothing_to_change(explained.forecast):
         yield from ('what to change first', hanging(_WIDTH).fill(none), '')
-    for title, rows in zip(titles, (explained.exchanges, explained.buffers), strict=True):
+    lists = (explained.exchanges, explained.buffers)
+    for title, rows, most in zip(titles, lists, _largest(explained), strict=True):
         if title != titles[0]:
             yield ''
         yield title
-        yield from (hanging(_WIDTH).fill(str(row)) for row in rows[:_LISTED])
+        yield from (hanging(_WIDTH).fill(row.text(most)) for row in rows[:_LISTED])
         if len(rows) > _LISTED:
             rest = sum(row.nbytes for row in rows[_LISTED:])
-            yield f'  and {len(rows) - _LISTED} more, {bytes_str(rest)} together'
+            yield f'  and {len(rows) - _LISTED} more, {bytes_str(rest, most)} together'
 
 
 def explained_tables(explained: Explained) -> Html:
@@ -198,10 +209,11 @@ def explained_tables(explained: Explained) -> Html:
         parts += [tag('p', tag('b', 'what to change first')), plain_table(('where', 'what'), told)]
     elif none := nothing_to_change(explained.forecast):
         parts += [tag('p', tag('b', 'what to change first'), f': {none}')]
-    for title, rows in ((exchanges, explained.exchanges), (buffers, explained.buffers)):
+    lists = (exchanges, explained.exchanges), (buffers, explained.buffers)
+    for (title, rows), most in zip(lists, _largest(explained), strict=True):
         cells = [
             [
-                bytes_str(row.nbytes),
+                bytes_str(row.nbytes, most),
                 f'{row.count:,} x {row.kind}'
                 + (f' over {", ".join(row.axes)}' if row.axes else ''),
                 tag('code', row.array) if row.array else '',

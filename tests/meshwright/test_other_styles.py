@@ -1,0 +1,180 @@
+"""Faults in programs of other styles than the models of this project, and how they are told."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from plain_steps import line_of
+
+from meshwright import explain, forecast, lint
+from meshwright.advice.trials import Trials
+from meshwright.calls.call import read_call
+from meshwright.report.explained import ExplainedRow
+from meshwright.user_lines import CONSTRAINING, array_at
+
+HEADS, SIZE, WIDTH, LENGTH = 8, 16, 64, 32
+
+
+@functools.cache
+def make_mesh(**axes):
+    types = (AxisType.Auto,) * len(axes)
+    return Mesh(np.reshape(jax.devices(), [*axes.values()]), [*axes], axis_types=types)
+
+
+def struct(mesh, shape, *spec):
+    return jax.ShapeDtypeStruct(shape, 'float32', sharding=NamedSharding(mesh, P(*spec)))
+
+
+def make_step(loss):
+    def step(params, batch):
+        gradients = jax.grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def attend(params, x):
+    for p in params:
+        q, k, v = (jnp.einsum('btd,dhk->bthk', x, p[name]) for name in 'qkv')
+        scores = jax.nn.softmax(jnp.einsum('bqhk,bshk->bhqs', q, k))
+        x = x + jnp.einsum('bhqs,bshk,hkd->bqd', scores, v, p['o'])
+    return jnp.mean(x**2)
+
+
+def ask_attention(spec):
+    mesh = make_mesh(data=2, model=4)
+    heads = {name: struct(mesh, (WIDTH, HEADS, SIZE), None, 'model') for name in 'qv'}
+    heads |= {'k': struct(mesh, (WIDTH, HEADS, SIZE), *spec)}
+    layer = {**heads, 'o': struct(mesh, (HEADS, SIZE, WIDTH), 'model')}
+    return forecast(make_step(attend), [layer, layer], struct(mesh, (8, LENGTH, WIDTH), 'data'))
+
+
+def test_a_parameter_gets_the_layout_of_most_of_its_shape():
+    """Sharding what a head sums over costs little by formula, so only its peers speak for it."""
+    made, mended = ask_attention((None, None, 'model')), ask_attention((None, 'model'))
+    cause = next(cause for _, cause in made.collectives if cause is not None and cause.change)
+    wanted = "lay out the argument params/0/k and 1 like it as PartitionSpec(None, 'model', None)"
+    assert cause.change == wanted and cause.confirmed
+    totals = [sum(c.total_bytes for c, _ in one.collectives) for one in (made, mended)]
+    assert cause.effect.sent == (totals[0], pytest.approx(totals[1], rel=0.01))
+    assert not any(cause is not None and cause.change for _, cause in mended.collectives)
+
+
+def feed(params, x):
+    for p in params.values():
+        x = x + (jax.nn.silu(x @ p['gate']) * (x @ p['up'])) @ p['down']
+    return jnp.mean(x**2)
+
+
+def test_parameters_of_blocks_with_names_change_together():
+    """The layout of one block alone saves little, as the other one still sends as much."""
+    mesh = make_mesh(data=2, model=4)
+
+    def block():
+        up, down = struct(mesh, (WIDTH, 256), None, 'model'), struct(mesh, (256, WIDTH), 'model')
+        return {'gate': struct(mesh, (WIDTH, 256), 'model'), 'up': up, 'down': down}
+
+    params = {'encoder': block(), 'decoder': block()}
+    made = forecast(make_step(feed), params, struct(mesh, (64, LENGTH, WIDTH), 'data'))
+    cause = next(cause for _, cause in made.collectives if cause is not None and cause.change)
+    wanted = "lay out the argument params/decoder/gate and 1 like it as PartitionSpec(None, 'model')"
+    assert cause.change == wanted and cause.confirmed
+
+
+def rotate(x):
+    ring = [(i, (i + 1) % 8) for i in range(8)]
+    for _ in range(2):
+        x = jnp.tanh(x)
+        x = jax.lax.ppermute(x, 'seq', ring)
+    return x
+
+
+def test_an_exchange_in_a_shard_map_is_told_at_its_own_line():
+    mesh = make_mesh(seq=8)
+    mapped = jax.shard_map(rotate, mesh=mesh, in_specs=P('seq'), out_specs=P('seq'))
+    step = jax.jit(jax.grad(lambda x: jnp.sum(mapped(2 * x) ** 2)))
+    rows = explain(step, struct(mesh, (64, 32), 'seq'), confirm=False).exchanges
+    permutes = [row for row in rows if row.kind == 'collective-permute']
+    assert {row.line.rpartition('/')[2] for row in permutes} == {line_of(rotate, 'ppermute')}
+
+
+def test_kernels_of_convolutions_may_be_whole():
+    """An axis of tensors shards matrices; convolutions next to them are often whole on purpose."""
+    mesh = make_mesh(data=4, model=2)
+
+    def loss(params, x):
+        window = ('NWC', 'WIO', 'NWC')
+        x = jax.lax.conv_general_dilated(x, params['conv'], (1,), 'SAME', dimension_numbers=window)
+        return jnp.mean((jax.nn.silu(x @ params['up']) @ params['down']) ** 2)
+
+    params = {
+        'conv': struct(mesh, (5, WIDTH, WIDTH)),
+        'up': struct(mesh, (WIDTH, 256), None, 'model'),
+        'down': struct(mesh, (256, WIDTH), 'model'),
+    }
+    assert not lint(
+        make_step(loss), params, struct(mesh, (8, LENGTH, WIDTH), 'data'), compile=False
+    )
+
+
+@pytest.mark.parametrize(
+    ('code', 'calls', 'array'),
+    [
+        ('hidden = jnp.tanh(x @ w)', (), 'hidden'),
+        ('hidden = jax.nn.relu(x @ w) @ v', (), 'x'),  # one of two products
+        ('a, b = jnp.split(x, 2)', (), 'x'),
+        ("y = lax.with_sharding_constraint(batch['x'], spec)", CONSTRAINING, "batch['x']"),
+        ('y = lay(keys + 1, spec)', CONSTRAINING, 'keys + 1'),
+        ('y = jax.tree.map(lambda g: reshard(g, spec), grads)', CONSTRAINING, 'g'),
+        ('y = self.queries.reshape(4, -1) @ w', ('reshape',), 'self.queries'),
+        ('y = jnp.reshape(rows, (4, -1))', ('reshape',), 'rows'),
+        ('y = lay(one, spec) + lay(other, spec)', CONSTRAINING, 'x'),
+    ],
+)
+def test_the_array_of_a_line_has_its_name(tmp_path, code, calls, array):
+    path = tmp_path / 'model.py'
+    path.write_text(f'def f(x, w):\n    {code}\n    return y\n')
+    assert array_at(f'{path}:2', calls) == array
+
+
+def test_a_list_has_units_of_one_kind():
+    about = {'what': 'buffer', 'kind': 'f32[8]', 'axes': (), 'count': 1, 'array': ''}
+    row = ExplainedRow(nbytes=96 * 2**20, line='', why='', change='', **about)
+    assert str(row).split()[:2] == ['100.7', 'MB']
+    assert row.text(3 * 2**30).split()[:2] == ['96.0', 'MiB']
+
+
+def test_changes_are_compiled_once_and_while_there_is_time():
+    compiled = []
+
+    def compile(call):
+        compiled.append(call)
+        return None, 4.0
+
+    x = struct(make_mesh(data=8), (8, 8), 'data')
+    calls = [read_call(jax.jit(f), (x,)).trace() for f in (jnp.sin, jnp.cos, jnp.sin)]
+    trials = Trials(compile, expected=3.0, seconds=10.0)
+    for n, call in enumerate(calls):
+        assert trials.is_over == (n == 2)  # 2 of 10 s are left
+        trials.measure(call)
+    assert compiled == calls[:2]
+    assert not Trials(compile, expected=3.0, seconds=math.inf).is_over
+
+
+def test_without_time_changes_are_told_as_not_tried():
+    mesh = make_mesh(data=2, model=4)
+    params = {'one': {name: struct(mesh, (WIDTH, WIDTH)) for name in ('gate', 'up', 'down')}}
+
+    def loss(params, x):
+        whole = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P()))
+        return feed(params, whole)
+
+    args = make_step(loss), params, struct(mesh, (64, LENGTH, WIDTH), ('data', 'model'))
+    first = explain(*args, seconds=0).suggestions[0]
+    assert line_of(loss, 'whole =') in first.where and 'not tried; by formula' in first.text
+    with pytest.raises(ValueError, match='seconds=-1 must be at least 0'):
+        explain(*args, seconds=-1)
