@@ -30,7 +30,7 @@ from meshwright.causes.cause import (
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.layouts import axes_of_row
 from meshwright.causes.row_axes import is_meant_for_rows
-from meshwright.causes.wording import spec_text
+from meshwright.causes.wording import layouts_text, spec_text
 from meshwright.jax_private import TracedCall
 from meshwright.jaxpr.primitives import CONSTRAINTS
 from meshwright.jaxpr.values import Axes, Value
@@ -111,12 +111,10 @@ def _peer_layout(view: FunctionView, row: PlanRow) -> Layout | None:
     for other in view.rows.values():
         if other.role == 'parameters' and other.shape == row.shape:
             found[axes_of_row(other)] += 1
-    mine = {*_names(now)}
-    more = [(n, layout) for layout, n in found.items() if mine < {*_names(layout)}]
-    alike = [
-        (n, layout) for layout, n in found.items() if n > found[now] and mine == {*_names(layout)}
-    ]
-    return max(more or alike, default=(0, None))[1]
+    mine, held = {*_names(now)}, [(one, {*_names(one)}) for one, _ in found.most_common()]
+    more = next((one for one, axes in held if mine < axes), None)
+    alike = next((one for one, axes in held if mine == axes and found[one] > found[now]), None)
+    return more or alike
 
 
 def _moved(view: FunctionView, row: PlanRow) -> Iterator[Layout]:
@@ -245,8 +243,8 @@ def _batches(view: FunctionView) -> Iterator[StateChange]:
     for wanted in asked:
         if view.possible.layouts.divides(wanted, largest.shape[0]):
             layouts = tuple((r.path, (wanted, *_without(r, wanted))) for r in same)
-            paths = ' and '.join(r.path for r in same[:3])
-            text = f'shard the rows of the batch: lay out {paths} as {spec_text(layouts[0][1])}'
+            moved = [one for one in layouts if one[1] != axes_of_row(view.rows[one[0]])]
+            text = f'shard the rows of the batch: lay out {layouts_text(moved)}'
             yield StateChange(layouts=layouts, results=(), text=text)
 
 
@@ -291,11 +289,7 @@ def find_missing_rows(view: FunctionView) -> Candidate | None:
 
 def _batch(same: list[PlanRow], wanted: Axes, axes: Axes) -> StateChange:
     layouts = tuple((row.path, (wanted, *axes_of_row(row)[1:])) for row in same)
-    named = ' and '.join(
-        f'{path} as {spec_text(layout)}' for path, layout in dict(layouts[:3]).items()
-    )
-    more = f', and {len(layouts) - 3} more alike' if len(layouts) > 3 else ''
-    text = f'shard the rows of the batch over {over(axes)}, too: lay out {named}{more}'
+    text = f'shard the rows of the batch over {over(axes)}, too: lay out {layouts_text(layouts)}'
     return StateChange(layouts=layouts, results=(), text=text)
 
 

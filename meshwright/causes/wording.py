@@ -62,6 +62,12 @@ def spec_text(layout: Sequence[Sequence[str]]) -> str:
     return f'PartitionSpec({", ".join(repr(from_tuple(tuple(axes))) for axes in layout)})'
 
 
+def layouts_text(layouts: Sequence[tuple[str, Sequence[Sequence[str]]]]) -> str:
+    """Arguments with their layouts; if there are many, the first three."""
+    named = ' and '.join(f'{path} as {spec_text(layout)}' for path, layout in layouts[:3])
+    return named + (f', and {len(layouts) - 3} more alike' if len(layouts) > 3 else '')
+
+
 def say_rows(layouts: KnownLayouts) -> str:
     """Whether the batch is sharded: over the axes of its first sharded dimension."""
     rows = [row for row in layouts.rows.values() if row.role == 'other' and row.shape]

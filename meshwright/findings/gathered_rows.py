@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from meshwright.causes.cause import over
 from meshwright.findings.forward_layouts import DENSE_PRODUCTS
 from meshwright.findings.product_checks import LEAST, in_place_of, paths
 from meshwright.findings.program_facts import ProgramFacts
@@ -35,29 +36,28 @@ def find_gathered_rows(facts: ProgramFacts) -> Iterator[Finding]:
             continue
         before = {a: d for d, own in enumerate(given.axes) for a in own or ()}
         after = {a for own in made.axes for a in own or ()}
-        for axis in before.keys() - after:
-            line = step.line
-            if axis not in facts.first_axes or line in seen:
-                continue
-            if made.shard_bytes(facts.sizes) < max(LEAST, batch // 8):
-                continue
-            if _meets_parts(made, axis, readers, weights):
-                continue
-            seen.add(line)
-            kept = [
-                _in_order((axis, *(own or ())), given.axes[d] or ())
-                if d == before[axis]
-                else own or ()
-                for d, own in enumerate(made.axes)
-            ]
-            yield Finding(
-                'warning',
-                'gathered rows',
-                line,
-                f'this constraint makes {type_str(made)} whole along {axis!r}, which '
-                f'divides the batch: each device gets {in_place_of(facts, made, given)}, '
-                f'and computes the same; write {axes_str(kept)}',
-            )
+        line = step.line
+        lost = [
+            axis
+            for axis in before
+            if axis not in after and axis in facts.first_axes
+            if not _meets_parts(made, axis, readers, weights)
+        ]
+        if not lost or line in seen or made.shard_bytes(facts.sizes) < max(LEAST, batch // 8):
+            continue
+        seen.add(line)
+        kept = [
+            _in_order((*(a for a in lost if before[a] == d), *(own or ())), given.axes[d] or ())
+            for d, own in enumerate(made.axes)
+        ]
+        yield Finding(
+            'warning',
+            'gathered rows',
+            line,
+            f'this constraint makes {type_str(made)} whole along {over(lost)}, which '
+            f'{"divides" if len(lost) == 1 else "divide"} the batch: each device gets '
+            f'{in_place_of(facts, made, given)}, and computes the same; write {axes_str(kept)}',
+        )
 
 
 def _meets_parts(

@@ -81,7 +81,9 @@ def test_parameters_of_blocks_with_names_change_together():
     params = {'encoder': block(), 'decoder': block()}
     made = forecast(make_step(feed), params, struct(mesh, (64, LENGTH, WIDTH), 'data'))
     cause = next(cause for _, cause in made.collectives if cause is not None and cause.change)
-    wanted = "lay out the argument params/decoder/gate and 1 like it as PartitionSpec(None, 'model')"
+    wanted = (
+        "lay out the argument params/decoder/gate and 1 like it as PartitionSpec(None, 'model')"
+    )
     assert cause.change == wanted and cause.confirmed
 
 
