@@ -261,7 +261,7 @@ class _Search:
     @property
     def _array(self) -> str:
         text = array_at(self.line, ('reshape', 'ravel', 'flatten', 'rearrange'))
-        return text if text.replace('.', '').isidentifier() else f'({text})'
+        return f'({text})' if ' ' in text else text
 
     @property
     def _reshape(self) -> str:

@@ -170,7 +170,7 @@ def stacked(p, batch):
             in_front,
             'reshape(',
             "merges dimension 1 of 32 elements, which is sharded over 'data', behind",
-            'write jnp.moveaxis(x, 1, 0).reshape(',
+            "write jnp.moveaxis(batch['rows'], 1, 0).reshape(",
         ),
     ],
     ids=['rows of two arrays', 'a fused kernel', 'a split', 'a merge'],
@@ -209,7 +209,7 @@ def test_microbatches_that_take_rows_from_all_devices():
     batch = arrays(mesh, x=((3 * ROWS // 4, WIDTH), (('data', 'model'),)))
     cause = first(ask(loss, parameters, **batch))
     assert cause.source.endswith(line_of(loss, 'reshape(')) and cause.array == 'batch/x'
-    wanted = f'write jnp.moveaxis(x.reshape({ROWS // 4}, 3, {WIDTH}), 0, 1) at'
+    wanted = f"write jnp.moveaxis(batch['x'].reshape({ROWS // 4}, 3, {WIDTH}), 0, 1) at"
     assert cause.change.startswith(wanted) and 'each device keeps its rows' in cause.change
 
 
