@@ -102,6 +102,7 @@ def test_lists_and_numbers_as_keys():
         P('data'),
         P(('data',), None),
         NamedSharding(MESH, P('data')),
+        NamedSharding(MESH.abstract_mesh, P('data')),
         ('rows', None),
         ['rows', 'columns'],
         (('data',), None),
