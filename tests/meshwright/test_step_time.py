@@ -307,6 +307,9 @@ def test_products_are_as_wide_as_their_smallest_size_on_a_device():
     assert layers((), ()) == Layers(width=256)
     assert layers((), ('model', None)).width == 64
     assert layers(('data',), (None, ('data', 'model'))).width == 256
+    equal = [struct(shape) for shape in ((512, 256), (256, 4096), (512, 128), (128, 8192))]
+    traced = trace_function(jax.jit(lambda x, w, y, v: (x @ w, y @ v)), *equal, mesh=mesh)
+    assert describe_layers(traced).width == 256, 'the larger of two with half of the FLOPs each'
     image = jax.ShapeDtypeStruct((8, 32, 32, 16), 'float32')
     kernel = jax.ShapeDtypeStruct((3, 3, 16, 64), 'float32')
 

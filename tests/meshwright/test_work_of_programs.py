@@ -321,4 +321,5 @@ def test_layers_that_choose_between_kernels_count_what_they_run():
 
     (work,) = find_kernel_work(jax.make_jaxpr(run)(np.zeros((64, 64), np.float32)))
     assert work.flops == 2 * (2 * 64**3) + 4 * (2 * 16**3)
+    assert work.nbytes == 4 * (2 * (2 * 64**2) + 4 * (2 * 16**2))
     assert work.count == 6
