@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from meshwright.calls.abstract_modules import structs_as_arrays
 from meshwright.calls.held import ON_HOST, ArgumentRole, HeldArray, named_role, row_of_array
 from meshwright.calls.keras_models import state_paths
 from meshwright.calls.moved_jaxpr import Move, in_place_of_callers
@@ -106,7 +107,7 @@ class PlainCall:
             traced = self.fn.trace(*self.args)
             if isinstance(traced, jax.stages.Traced):
                 return on_one_mesh(read_trace(traced))
-        with structs_as_arrays():
+        with _structs_as_arrays():
             return on_one_mesh(trace_while(lambda: self.fn.lower(*self.args)))
 
     def trace(self) -> TracedCall:
@@ -247,3 +248,21 @@ def _parameter_names(fn: Any, count: int) -> list[str]:
     except (TypeError, ValueError):
         names = []
     return [names[i] if i < len(names) else f'args[{i}]' for i in range(count)]
+
+
+@contextlib.contextmanager
+def _structs_as_arrays() -> Iterator[None]:
+    """Lets `eqx.filter_jit` take ShapeDtypeStructs as arrays; does nothing without equinox.
+
+    It makes a constant of everything that is no array, abstract arguments included.
+    """
+    module: Any = sys.modules.get('equinox._jit')
+    is_array = getattr(module, 'is_array', None)
+    if is_array is None:
+        yield
+        return
+    module.is_array = lambda x: is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+    try:
+        yield
+    finally:
+        module.is_array = is_array

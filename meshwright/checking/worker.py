@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.checking.opened import OpenedFiles
 from meshwright.records.record import Record, RecordedNote
 from meshwright.report.forecasts import Forecast
 from meshwright.user_lines import is_library, short_source
@@ -187,6 +186,38 @@ def _one_line(error: BaseException) -> str:
     kind = '' if isinstance(error, ValueError) else f'{type(error).__name__}: '
     place = f'{short_source(own[-1])}: ' if own else ''
     return f'{place}{kind}{text}'
+
+
+class OpenedFiles:
+    """Notes the files of a folder that this process opens from now on, and its modules.
+
+    Files that other processes open are not seen.
+
+    Args:
+      folder: the folder.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder.resolve()
+        self._opened: set[str] = set()
+        sys.addaudithook(self._note)
+
+    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == 'open' and isinstance(arguments[0], str):
+            self._opened.add(arguments[0])
+
+    def list_files(self) -> list[str]:
+        """Their paths from the folder."""
+        modules = [getattr(module, '__file__', None) for module in list(sys.modules.values())]
+        found = set()
+        for path in [*self._opened, *modules]:
+            if not isinstance(path, str) or path.endswith('.pyc'):
+                continue
+            whole = Path(os.path.abspath(path))
+            for one in {whole, whole.resolve()}:
+                if one.is_relative_to(self._folder):
+                    found.add(str(one.relative_to(self._folder)))
+        return sorted(found)
 
 
 if __name__ == '__main__':
