@@ -16,6 +16,7 @@ do not use jax: they only meet in each step, so that many hosts need little memo
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import functools
 import json
@@ -45,6 +46,8 @@ from benchmarks.campaigns import run_trials
 STEPS, HEARTBEAT, WATCHDOG = 8, 10.0, 60.0
 # With more hosts for each core than this, the limits grow: all of them start and compile at once.
 HOSTS_PER_CORE = 4
+# Processes that only meet hardly compute, so they may be expected to be alive more often.
+LIGHT_HEARTBEAT, LIGHT_HOSTS_PER_CORE = 4.0, 16
 MOMENTS = ('step 1', 'step 4', 'step 7', 'the save', 'the eval', 'waiting for the compiler')
 # What a fault may lead to: the run goes on to its end, or ends with one of these codes everywhere.
 GOES_ON, ENDS, EITHER = 'goes on', 'ends', 'either'
@@ -80,8 +83,7 @@ def cut(seconds: float | None = None, **ways: bool) -> Callable[[Network, int, A
     def happens(network: Network, host: int, process: Any) -> None:
         network.isolate(host, CUT, **ways)
         if seconds is not None:
-            time.sleep(seconds)
-            network.isolate(host, WHOLE, **ways)
+            threading.Timer(seconds, network.isolate, (host, WHOLE), ways).start()
 
     return happens
 
@@ -100,10 +102,14 @@ def worsen(cable: Cable) -> Callable[[Network, int, Any], None]:
 
 def slow_down(network: Network, host: int, process: Any) -> None:
     """The process computes for a quarter of each second, until it has ended."""
-    while process.is_alive():
-        for signum, seconds in ((signal.SIGSTOP, 0.75), (signal.SIGCONT, 0.25)):
-            send(signum)(network, host, process)
-            time.sleep(seconds)
+
+    def happens() -> None:
+        while process.is_alive():
+            for signum, seconds in ((signal.SIGSTOP, 0.75), (signal.SIGCONT, 0.25)):
+                send(signum)(network, host, process)
+                time.sleep(seconds)
+
+    threading.Thread(target=happens, daemon=True).start()
 
 
 FAULTS: Mapping[str, Fault] = {
@@ -166,28 +172,37 @@ def run_trial(trial: Trial, folder: Path, seed: int = 0) -> dict[str, Any]:
     run = folder / 'run'
     shutil.rmtree(run, ignore_errors=True)
     victim, first, _ = trial.faults[0]
+    later: list[threading.Timer] = []
     with Network(trial.hosts, folder, seed) as network:
 
         def happen(processes: Mapping[int, Any]) -> None:
             for host, name, delay in trial.faults:
                 if name in FAULTS:
                     arguments = (network, host, processes[host])
-                    threading.Timer(delay, FAULTS[name].happens, arguments).start()
+                    if delay:
+                        later.append(threading.Timer(delay, FAULTS[name].happens, arguments))
+                        later[-1].start()
+                    else:
+                        FAULTS[name].happens(*arguments)
 
         inside = first if first in INSIDE else 'from outside'
         how = {'from_outside': happen, 'fault': inside, 'moment': trial.moment}
         ending = train(trial, run, network, victim, **how)
+        for fault in later:  # Nothing happens to the next run.
+            fault.cancel()
         network.mend()
         found = judge(trial, ending)
         again = train(trial, run, network)
     whole = set(again.codes) == {0}
     right = whole and (trial.light or faulty_runs.results(run, STEPS) == undisturbed(trial, folder))
-    return {**dataclasses.asdict(trial), **found, 'resumed': whole, 'right': right}
+    why = {} if whole else {'again': again.codes, 'says again': last_lines(again.texts)}
+    return {**dataclasses.asdict(trial), **found, 'resumed': whole, 'right': right, **why}
 
 
 def train(trial: Trial, run: Path, network: Network, victim: int | None = None, **how: Any) -> Any:
     """Runs the processes of a trial until they end."""
-    times = max(1.0, trial.hosts / (HOSTS_PER_CORE * (os.cpu_count() or 1)))
+    per_core = LIGHT_HOSTS_PER_CORE if trial.light else HOSTS_PER_CORE
+    times = max(1.0, trial.hosts / (per_core * (os.cpu_count() or 1)))
     return faulty_runs.run(
         run,
         trial.hosts,
@@ -197,7 +212,7 @@ def train(trial: Trial, run: Path, network: Network, victim: int | None = None, 
         steps=STEPS,
         rows=max(8, trial.hosts),
         only_meets=trial.light,
-        heartbeat=HEARTBEAT * times,
+        heartbeat=(LIGHT_HEARTBEAT if trial.light else HEARTBEAT) * times,
         watchdog=WATCHDOG * times,
         init=600.0 * times,
         limit=1800.0 * times,
@@ -209,9 +224,9 @@ def train(trial: Trial, run: Path, network: Network, victim: int | None = None, 
 def judge(trial: Trial, ending: Any) -> dict[str, Any]:
     """What came of a run with faults."""
     victims = {host for host, _, _ in trial.faults}
-    expected = {
-        name: FAULTS[name].expected if name in FAULTS else INSIDE[name]
-        for _, name, _ in trial.faults
+    expected = {  # A later fault may come after the end of the run.
+        name: EITHER if delay else FAULTS[name].expected if name in FAULTS else INSIDE[name]
+        for _, name, delay in trial.faults
     }
     others = [code for i, code in enumerate(ending.codes) if i not in victims]
     went_on = set(others) == {0}
@@ -221,16 +236,22 @@ def judge(trial: Trial, ending: Any) -> dict[str, Any]:
         if name == 'cut off from the next'
     }
     last = ['\n'.join(text.splitlines()[-12:]) for text in ending.survivors(*victims) if text]
-    named = [any(f'process {i}' in lines for i in culprits) for lines in last]
+    others_named = [x for x in last if not any(f'process {i}' in x for i in culprits)]
     outcomes = set(expected.values())
     return {
         'codes': ending.codes,
         'seconds': ending.seconds,
         'ended': None not in others and set(others) <= CODES,
         'as expected': EITHER in outcomes or went_on == (outcomes == {GOES_ON}),
-        'named': went_on or all(named),
-        'says': last[0].splitlines()[-1] if last else '',
+        'named': went_on or not others_named,
+        'says': last_lines(others_named or last[:1]),
     }
+
+
+def last_lines(texts: list[str]) -> dict[str, int]:
+    """The last lines of processes without their indices, and how many end with each."""
+    lines = [text.splitlines()[-1].partition('] ')[2] for text in texts if text.strip()]
+    return dict(collections.Counter(lines))
 
 
 def undisturbed(trial: Trial, folder: Path) -> Any:

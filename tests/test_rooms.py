@@ -26,6 +26,7 @@ FLOORS = {
             'library_files',
             'short_help',
             'spelling',
+            'temporary',
             'untrusted_text',
             'values',
         },
@@ -67,7 +68,9 @@ GROUND = {'amounts', 'hardware', 'layout', 'lazy_names', 'library_files', 'mesh'
 GROUND |= {'command_line', 'products', 'rules', 'tracebacks'}
 BELOW = {
     'partitioning': {},
-    'meshwright': {'partitioning': {*GROUND, 'pictures', 'state', 'untrusted_text', 'values'}},
+    'meshwright': {
+        'partitioning': {*GROUND, 'pictures', 'state', 'temporary', 'untrusted_text', 'values'}
+    },
     'train': {'partitioning': None, 'meshwright': None},
 }
 NOT_IN_CORE = {'gin', 'grain', 'orbax', 'tensorboardX'}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
 import fsspec
 from etils import epath
 
+from partitioning.untrusted_text import printable
 from train.errors import ConfigError
 
 # The modules that each kind of store needs. The extra of meshwright has the name in `EXTRAS`.
@@ -29,6 +31,9 @@ _OF_SYSTEM: tuple[str, ...] = (
     '/lib64',
 )
 _OF_SYSTEM += ('/usr/bin', '/usr/sbin', '/usr/lib', '/usr/lib64', '/usr/include')
+
+# Categories of Unicode: control characters, marks of direction and joiners, halves, separators.
+_NOT_SHOWN = {'Cc', 'Cf', 'Cs', 'Zl', 'Zp'}
 
 
 def as_path(setting: str, value: Any) -> epath.Path:
@@ -61,15 +66,26 @@ def as_path(setting: str, value: Any) -> epath.Path:
 def as_folder(setting: str, value: Any) -> epath.Path:
     """The folder that a setting names, which need not exist yet.
 
-    Raises a ConfigError as in `as_path`, if a file is in its place, or if it belongs to the system.
+    Raises a ConfigError as in `as_path`, if a file is in its place, if it belongs to the system, or
+    if its name has characters that change how a terminal shows text.
     """
     path = as_path(setting, value)
+    _check_shown(setting, os.fspath(path))
     if not is_remote(path):
         _check_not_of_system(setting, path)
         existing = next((p for p in (path, *path.parents) if p.exists()), path.parent)
         if not existing.is_dir():
             raise ConfigError(f'{setting} {path}: {existing} is a file, not a folder')
     return path
+
+
+def _check_shown(setting: str, path: str) -> None:
+    for one in path:
+        if unicodedata.category(one) in _NOT_SHOWN:
+            raise ConfigError(
+                f'{setting} {printable(path)!r} contains the character U+{ord(one):04X}, which '
+                'terminals do not show: use another name'
+            )
 
 
 def _check_not_of_system(setting: str, path: epath.Path) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from meshwright.checking.processes import read_answer
 from meshwright.checking.settings import CheckSettings
 from meshwright.records.files import HOW_TO_UPDATE, NOTE_VARIABLE, UPDATE_VARIABLE, read_golden
 from meshwright.records.verdicts import Verdict, judge
+from partitioning.temporary import temporary_folder
 
 _WRITTEN = 'golden files written'  # by the plugin of pytest
 _LAST = 3  # lines of pytest that say why a test failed
@@ -28,9 +28,9 @@ def check_tests(settings: CheckSettings, python: str = sys.executable) -> list[V
       settings: the settings, with the files of the tests.
       python: the Python that runs pytest.
     """
-    with tempfile.TemporaryDirectory(prefix='meshwright-check-') as folder:
-        ended = _run_pytest(settings, python, {NOTE_VARIABLE: folder})
-        notes = [json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())]
+    with temporary_folder('meshwright-check-') as folder:
+        ended = _run_pytest(settings, python, {NOTE_VARIABLE: str(folder)})
+        notes = [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
     root = settings.root.resolve()
     own = [note for note in notes if Path(note['golden']).resolve().is_relative_to(root)]
     verdicts = [_verdict(note, root) for note in sorted(own, key=lambda note: note['golden'])]

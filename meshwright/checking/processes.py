@@ -10,7 +10,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,6 +18,7 @@ from meshwright.checking.settings import CheckedProgram
 from meshwright.records.record import Record
 from meshwright.records.verdicts import Recorded
 from meshwright.report.forecasts import Forecast
+from partitioning.temporary import temporary_folder
 
 Progress = Callable[[str], None]
 
@@ -73,8 +73,7 @@ def record_programs(
       progress: receives a text when a program begins.
       commit: where the files of a commit are, if `root` is a folder of them.
     """
-    with tempfile.TemporaryDirectory(prefix='meshwright-check-') as name:
-        folder = Path(name)
+    with temporary_folder('meshwright-check-') as folder:
         _link_packages(folder / 'packages')
 
         def run(program: CheckedProgram) -> Recorded:
@@ -106,8 +105,7 @@ def record_in_turn(
     Yields:
       what became of each program, as soon as it is known.
     """
-    with tempfile.TemporaryDirectory(prefix='meshwright-check-') as name:
-        folder = Path(name)
+    with temporary_folder('meshwright-check-') as folder:
         _link_packages(folder / 'packages')
         pairs = [_write_task(program, folder, root) for program in programs]
         command = [python, '-P', '-m', 'meshwright.checking.worker', f'--limit={limit}']

@@ -8,9 +8,7 @@ import dataclasses
 import os
 import runpy
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 
@@ -25,6 +23,7 @@ from meshwright.dry.replacing import Replaced
 from meshwright.dry.stand_in import StandIn
 from meshwright.dry.stores import Stores
 from meshwright.dry.subprocesses import watch_programs
+from partitioning.temporary import temporary_folder
 
 WAIT_SECONDS = 300.0
 
@@ -116,8 +115,8 @@ def run_script(
     )
     imitation = Imitation(machine, lambda what: counts['imitated'].update([what]))
     jax_private.register_array_type(StandIn)
-    with tempfile.TemporaryDirectory(prefix='meshwright-dry-') as folder:
-        stores = Stores(Path(folder))
+    with temporary_folder('meshwright-dry-') as folder:
+        stores = Stores(folder)
         replacements = [
             *compiling.replacements(),
             *imitation.replacements(),

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, SimpleNamespace
 from typing import Any
 
 import jax
-from jax._src import compiler, distributed, xla_bridge
+from jax._src import compilation_cache, compiler, distributed, xla_bridge
 from jax.sharding import AbstractMesh, Mesh
 
 from partitioning.hardware.chips import chip_of
@@ -20,6 +20,7 @@ from partitioning.library_files import is_library_file
 # The cuDNN that described GPUs are taken to have, as jax counts its versions: 9.13.0.
 _DESCRIBED_VERSION = 91300
 _PROCESS_INDEX = xla_bridge.process_index
+_read_program = compilation_cache.get_executable_and_time
 
 
 @contextlib.contextmanager
@@ -72,6 +73,40 @@ def keep_programs_of_this_process() -> None:
     """
     inside: Any = compiler
     inside.distributed = SimpleNamespace(global_state=_AsProcess0())
+
+
+def check_kept_programs(on_read: Callable[[str], None], on_damage: Callable[[str], None]) -> None:
+    """Makes jax keep programs with a checksum, and compile again those that it cannot read.
+
+    A damaged program without a checksum may compute something else or crash the process. jax keeps
+    no program in the place of another one, so `on_damage` has to remove it.
+
+    Args:
+      on_read: called with the key of a program that jax has read.
+      on_damage: called with the key of a program that was damaged.
+    """
+
+    def read(key: str, *arguments: Any) -> tuple[Any, int | None]:
+        try:
+            found = _read_program(key, *arguments)
+        except OSError:
+            raise
+        except Exception:  # also a MemoryError, from a damaged size
+            on_damage(key)
+            return None, None
+        if found[0] is not None:
+            on_read(key)
+        return found
+
+    inside: Any = compilation_cache
+    inside.get_executable_and_time = read
+    # zlib, which jax uses without zstandard, has a checksum.
+    if getattr(inside, 'zstd', None) is not None:
+        options = {inside.zstd.CompressionParameter.checksum_flag: 1}
+        inside.compress_executable = lambda data: inside.zstd.compress(data, options=options)
+    elif inside.zstandard is not None:
+        compressor = inside.zstandard.ZstdCompressor(write_checksum=True)
+        inside.compress_executable = compressor.compress
 
 
 def num_cached(jitted: Any) -> int:

@@ -152,10 +152,13 @@ def fail_at_moment(settings):
             threading.Thread(target=in_a_thread, daemon=True).start()
             return
         begin_fault(settings)
+        while settings.fault == 'from outside' and not happened.exists():
+            time.sleep(0.002)  # The run must not be over before it happens.
         while settings.fault in SIGNALS and not channel.connected_member()._paused:
             time.sleep(0.002)  # The run must not be over before the others hear of the signal.
 
     began, first = threading.Event(), current_activity().title
+    happened = Path(f'{settings.folder}.events-{settings.index}-happened')
     doing, begin_step = Activity.doing, Activity.begin_step
 
     def doing_with_fault(self, title):

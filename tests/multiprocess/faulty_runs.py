@@ -121,6 +121,7 @@ def _act_at_fault(events, processes, action):
     while any(process.is_alive() for process in processes.values()):
         if events.exists() and ' of process ' in events.read_text():
             action(processes)
+            events.with_name(f'{events.name}-happened').touch()
             return
         time.sleep(0.01)
 

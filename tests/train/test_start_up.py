@@ -8,7 +8,11 @@ import subprocess
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from etils import epath
+from jax._src import compilation_cache as programs, compiler
 from jax.experimental.compilation_cache import compilation_cache
 from small import small_config
 
@@ -32,6 +36,9 @@ def cache(monkeypatch):
         use_compilation_cache(setting, Path(directory), said.append)
         return jax.config.jax_compilation_cache_dir, said
 
+    changed = (compiler, 'distributed'), (programs, 'get_executable_and_time')
+    for module, name in (*changed, (programs, 'compress_executable')):
+        monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr(_Folders, 'of_user', None)
     monkeypatch.setattr(_Folders, 'of_run', None)
     jax.config.update('jax_compilation_cache_dir', None)
@@ -77,8 +84,49 @@ def test_the_oldest_programs_are_removed(tmp_path):
     for age, name in enumerate(['c-cache', 'b-cache', 'a-cache', 'other']):
         (tmp_path / name).write_bytes(bytes(100))
         os.utime(tmp_path / name, (1000 - age, 1000 - age))
-    _remove_oldest(tmp_path, most_bytes=250)
+    _remove_oldest(epath.Path(tmp_path), most_bytes=250)
     assert {file.name for file in tmp_path.iterdir()} == {'c-cache', 'b-cache', 'other'}
+
+
+def test_the_programs_of_several_processes_have_a_limit(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    limited = []
+    monkeypatch.setattr('train.machine.compiling._remove_oldest', limited.append)
+    folder, _ = cache('auto', tmp_path / 'run')
+    assert limited == [epath.Path(folder)] == [tmp_path / 'run/programs']
+    monkeypatch.setattr(jax, 'process_index', lambda: 1)
+    cache('auto', tmp_path / 'run')
+    assert len(limited) == 1, 'one process suffices'
+
+
+def test_a_damaged_program_is_compiled_again_and_replaced(cache, tmp_path):
+    """Without a checksum, a changed bit may crash the process or change what it computes."""
+    _, said = cache(tmp_path)
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+
+    def compute():
+        jax.clear_caches()
+        return jax.jit(lambda x: jnp.sin(x @ x) * 3)(np.full((8, 8), 0.3, np.float32))
+
+    right = np.asarray(compute())
+    [file] = tmp_path.glob('jit__lambda*-cache')
+    good, rng = file.read_bytes(), np.random.default_rng(0)
+    assert not said
+    os.utime(file, (1000, 1000))
+    np.testing.assert_array_equal(compute(), right)
+    assert file.stat().st_mtime > 1000, 'a program that is used is removed last'
+    changes = [good[:200], b'', *(_with_flip(good, rng.integers(len(good) * 8)) for _ in range(8))]
+    for number, damaged in enumerate(changes):
+        file.write_bytes(damaged)
+        np.testing.assert_array_equal(compute(), right)
+        assert file.read_bytes() != damaged and len(said) == number + 1
+    assert said[0] == f'a compiled program was damaged and is compiled again: {file}'
+
+
+def _with_flip(data, bit):
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
 
 
 @pytest.mark.long

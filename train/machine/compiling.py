@@ -8,6 +8,7 @@ that read it, which is why every user has a separate folder.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -28,7 +29,7 @@ from partitioning.hardware import (
     change_options,
     default_options,
 )
-from partitioning.hardware.jax_private import keep_programs_of_this_process
+from partitioning.hardware.jax_private import check_kept_programs, keep_programs_of_this_process
 from train.errors import ConfigError
 from train.paths import as_path, is_remote
 
@@ -65,7 +66,7 @@ CacheSetting = Literal['auto'] | str | os.PathLike[str] | None
 
 # Most programs of a start take longer to compile than to read. jax's default is one second.
 _WORTH_KEEPING_SECONDS = 0.2
-_MOST_BYTES = 4 * 2**30  # of the user's folder
+_MOST_BYTES = 4 * 2**30  # of the user's folder, and of the folder of a run
 _THRESHOLD = 'jax_persistent_cache_min_compile_time_secs'
 
 
@@ -85,8 +86,10 @@ def use_compilation_cache(
     accelerators find the programs of process 0, and the user's folder may be on each host. Raises a
     ConfigError if the folder of the setting cannot be written.
     """
+    keeps = jax.process_index() == 0
     if jax.process_count() > 1 and jax.default_backend() == 'cpu':
         keep_programs_of_this_process()
+        keeps = True
     config: Any = jax.config  # whose types lack the folder in some versions of jax
     configured = config.jax_compilation_cache_dir
     if configured != _Folders.of_run:
@@ -98,6 +101,9 @@ def use_compilation_cache(
         if folder is not None and (problem := _unwritable(folder)):
             raise ConfigError(f'TrainConfig.compilation_cache {folder}: {problem}')
     _Folders.of_run = folder
+    if folder is not None and keeps:
+        kept = functools.partial(_note_use, folder), functools.partial(_remove_damaged, say, folder)
+        check_kept_programs(*kept)
     if folder == configured:
         return
     jax.config.update('jax_compilation_cache_dir', folder)
@@ -132,8 +138,11 @@ def _kind_of_cpu() -> str:
 def _automatic(run_directory: epath.Path, say: Callable[[str], None]) -> str | None:
     """The folder that suits the processes of this run, or None if it cannot be written."""
     if jax.process_count() > 1:
-        return str(run_directory / 'programs')
-    folder = user_folder()
+        folder = run_directory / 'programs'
+        if jax.process_index() == 0:
+            _remove_oldest(folder)
+        return str(folder)
+    folder = epath.Path(user_folder())
     if problem := _unwritable(str(folder)):
         say(f'compiled programs are not kept: {folder}: {problem}')
         return None
@@ -152,17 +161,36 @@ def _unwritable(folder: str) -> str:
     return '' if os.access(folder, os.W_OK) else 'it cannot be written'
 
 
-def _remove_oldest(folder: Path, most_bytes: int = _MOST_BYTES) -> None:
-    """Removes the programs that were compiled first, until the folder is small enough."""
+def _remove_oldest(folder: epath.Path, most_bytes: int = _MOST_BYTES) -> None:
+    """Removes the programs that were not used for longest, until the folder is small enough.
+
+    In a store, only the time at which they were compiled is known.
+    """
     found = []
-    for file in folder.glob('*-cache'):
-        try:
-            found.append((file.stat().st_mtime, file.stat().st_size, file))
-        except OSError:  # another process has removed it
-            continue
+    with contextlib.suppress(OSError):  # There is no such folder yet.
+        for file in folder.glob('*-cache'):
+            with contextlib.suppress(OSError):  # Another process has removed it.
+                about = file.stat()
+                found.append((about.mtime, about.length, file))
     excess = sum(size for _, size, _ in found) - most_bytes
     for _, size, file in sorted(found):
         if excess <= 0:
             return
-        file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
         excess -= size
+
+
+def _note_use(folder: str, key: str) -> None:
+    """Gives a local program the time of its last use."""
+    if not is_remote(folder):
+        with contextlib.suppress(OSError):
+            os.utime(Path(folder) / f'{key}-cache')
+
+
+def _remove_damaged(say: Callable[[str], None], folder: str, key: str) -> None:
+    """Removes a program that jax cannot read, so that jax keeps what it compiles instead."""
+    file = epath.Path(folder) / f'{key}-cache'
+    say(f'a compiled program was damaged and is compiled again: {file}')
+    with contextlib.suppress(OSError):
+        file.unlink(missing_ok=True)

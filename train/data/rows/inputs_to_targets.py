@@ -127,7 +127,6 @@ class InputsToTargets(PairTask):
                 other.held_out,
                 _joint_hash([training.content_hash, other.content_hash]),
                 training.directory,
-                (training, other),
             )
         lengths, has_inputs = self._lengths(length, index), self.inputs is not None
         make_row = self.make_row_of(*lengths, has_inputs)
@@ -167,7 +166,7 @@ class InputsToTargets(PairTask):
             for part in ('training', 'held_out')
         )
         joint = _joint_hash([index.content_hash for index in indices])
-        return TokenIndex(training, held_out, joint, indices[0].directory, indices)
+        return TokenIndex(training, held_out, joint, indices[0].directory)
 
     def _lengths(self, lengths: Lengths, index: Any) -> tuple[int, int]:
         """The numbers of input and target tokens in a row; by default, of the longest example."""

@@ -9,13 +9,13 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from partitioning.temporary import temporary_folder
 from partitioning.untrusted_text import parse_json
 from train.data.text.sources import Document, Listing, Records, Source, Tokens
 from train.data.text.stream import StreamWriter, checksum, open_stream, writing
@@ -40,14 +40,13 @@ class TokenIndex:
       training: the documents to train on: a `Stream`, or `Pairs` if examples have several texts.
       held_out: the documents that are held out for evaluation, in the same form.
       content_hash: a hash of the documents' bytes in order, and of which documents are held out.
-      keep: an object that must live as long as the index, such as a temporary directory.
+      directory: where it is kept; an index that is not kept was there while it was built.
     """
 
     training: Any
     held_out: Any
     content_hash: str
     directory: Path
-    keep: Any = dataclasses.field(default=None, repr=False, compare=False)
 
 
 def default_cache_dir() -> Path:
@@ -77,22 +76,23 @@ def open_index(
             f'cache_dir {str(cache_dir)!r} must be a local folder, because indices are mapped into '
             'memory'
         )
-    listing, keep = source.listing(), None
+    listing = source.listing()
     if listing.signature is None:
-        keep = tempfile.TemporaryDirectory(prefix='meshwright-tokens-')
-        cache, key, settings = Path(keep.name), 'index', {}
-    else:
-        described = {'format': FORMAT, 'tokenizer': tokenizer.identity, 'source': listing.signature}
-        text = json.dumps(described, default=str, sort_keys=True)
-        cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
-        key = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
-        settings = json.loads(text)  # comparable with index.json
+        # The index stays in memory, because its files are mapped, until nothing refers to it.
+        with temporary_folder('meshwright-tokens-') as cache:
+            _build(source, listing, tokenizer, cache / 'index', {}, progress)
+            return _open(cache / 'index', {})
+    described = {'format': FORMAT, 'tokenizer': tokenizer.identity, 'source': listing.signature}
+    text = json.dumps(described, default=str, sort_keys=True)
+    cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
+    key = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    settings = json.loads(text)  # comparable with index.json
     directory = cache / key
     if not directory.exists():
         with _locked(cache, key):
             if not directory.exists():
                 _build(source, listing, tokenizer, directory, settings, progress)
-    index = _open(directory, settings, keep)
+    index = _open(directory, settings)
     held = index.training.num_documents + index.held_out.num_documents
     if isinstance(source, Records) and held != listing.size:
         raise ConfigError(
@@ -169,7 +169,7 @@ def _encode(
             yield document, next(encoded), len(document.content)
 
 
-def _open(directory: Path, settings: Any, keep: Any) -> TokenIndex:
+def _open(directory: Path, settings: Any) -> TokenIndex:
     try:
         meta = parse_json((directory / 'index.json').read_text())
         if meta.pop('checksum') != _checksum(meta):
@@ -180,9 +180,7 @@ def _open(directory: Path, settings: Any, keep: Any) -> TokenIndex:
                 'tokenizer have now: delete it, and the next run builds it again'
             )
         streams = {part: open_stream(directory / part, meta['parts'][part]) for part in PARTS}
-        return TokenIndex(
-            **streams, content_hash=meta['content_hash'], directory=directory, keep=keep
-        )
+        return TokenIndex(**streams, content_hash=meta['content_hash'], directory=directory)
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
