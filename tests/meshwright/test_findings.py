@@ -221,8 +221,8 @@ FAULTS = {
         lambda: make_program(mesh_of(data=2, model=4), TENSOR | {'value': P(None, 'data')}),
         'other axis',
         'state/params/value',
-        r"over 'data', which shards no other parameters, and not over 'model', which shards \d "
-        r"of \d.*: write P\(None, 'model', None\) for it",
+        r"^it is sharded over 'data', which shards no other parameters, and not over 'model', "
+        r"which shards \d of \d.*: write P\(None, 'model', None\) for it",
     ),
     'moments whole': (
         lambda: make_program(mesh_of(fsdp=8), FSDP, P('fsdp'), moments={}),
@@ -350,14 +350,19 @@ def test_a_constraint_before_a_shard_map_is_of_the_whole_array():
 
 
 def test_lines_of_the_function():
-    """A constraint that does not divide, a constant, a callback and a type that changes."""
+    """A constraint that does not divide, a constant, a callback and a type that changes.
+
+    Another constant is sharded, so that it is not whole on every device.
+    """
     mesh = mesh_of(data=4, model=2)
     rows, columns = (NamedSharding(mesh, P(*spec)) for spec in (('data',), ('data', 'model')))
     table = np.ones((512, 512), 'float32')
+    shared = jax.device_put(table, rows)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(w, x):
         y = x @ table  # line 0
+        y += x @ shared
         y = jax.lax.with_sharding_constraint(y[:, :301], columns)  # line 1
         jax.debug.print('{}', y.sum())  # line 2
         return {'w': (w['w'] + y.sum()).astype('bfloat16')}
@@ -368,7 +373,7 @@ def test_lines_of_the_function():
     assert found.keys() == {'indivisible', 'constant', 'callback', 'changed type'}
     here = test_lines_of_the_function
     assert found['indivisible'].where.endswith(line_of(here, '# line' + ' 1'))
-    assert '301 elements, which 2 devices' in found['indivisible'].message
+    assert '301 elements, which 2 devices (model 2) do not divide' in found['indivisible'].message
     assert '1 of 2 devices have 151, one has 150' in found['indivisible'].message
     assert found['constant'].where.endswith(line_of(here, '# line' + ' 0'))
     assert '1.0 MB' in found['constant'].message
@@ -616,6 +621,10 @@ def test_a_shard_map_whose_specs_lack_an_axis():
     assert [f.kind for f in found] == ['whole shard_map']
     wanted = "write P('data', None, 'model', None) in in_specs, and P('data', 'model', None) in out"
     assert wanted in found[0].message
+    called = line_of(lint_and_forecast, 'mapped(jnp')
+    assert re.search(
+        rf"^no spec of this shard_map \(called at .*{called}\) has 'model'", found[0].message
+    )
     assert found[0].where.endswith(line_of(lint_and_forecast, 'jax.shard_map(core'))
     # All 8 heads of the 4 rows of a device, in place of 2 of them.
     attention = 2 * 4 * 8 * 32 * 32 * 16
