@@ -75,6 +75,7 @@ REFUSED = [
     ('mistral', {'num_hidden_layers': 10**12}, 'num_hidden_layers is 1,000,000,000,000: at most'),
     ('qwen2', {'layer_types': ['full_attention', *['sliding_attention'] * 2]}, 'layer_types'),
     ('qwen2', {'layer_types': ['chunked_attention'] * 3}, "'chunked_attention'"),
+    ('gemma2', {'hidden_activation': 'gelu'}, "hidden_activation is 'gelu'"),
     ('gpt2', {'activation_function': 'gelu'}, "activation_function is 'gelu'"),
     ('gpt2', {'scale_attn_by_inverse_layer_idx': True}, 'scale_attn_by_inverse_layer_idx'),
     ('t5', {'feed_forward_proj': 'gelu'}, "feed_forward_proj is 'gelu'"),

@@ -186,7 +186,9 @@ def test_names_that_differ_are_mapped(tmp_path):
     ]
     stored = read_arrays(path)
     by_function = functools.partial(state_utils.apply_assignment_map, assignment_map=swapped)
-    for settings in ({'assignment_map': swapped}, {'state_transformation_fns': [by_function]}):
+    functions = [by_function, lambda stored, wanted: by_function(stored, wanted)]
+    in_turn = ({'state_transformation_fns': [function]} for function in functions)
+    for settings in ({'assignment_map': swapped}, *in_turn):
         found = named_leaves(restore(path, plan, mode='specific', **settings))
         for i, other in ((0, 1), (1, 0)):
             for start in ('target', 'state/param_states'):

@@ -73,6 +73,7 @@ def test_a_function_summarizes_the_configuration_once(load, tmp_path):
 
     load('train.optimizers.share_of.total = 11\n')
     assert gin.get_configurable('train.optimizers.share_of')(share=0.5) == 5
+    gin_utils.summarize_gin_config(str(tmp_path), None, 3)
     writer = gin_utils.SummaryWriter(tmp_path / 'text')
     gin_utils.summarize_gin_config(str(tmp_path), writer, 3)
     writer.close()
