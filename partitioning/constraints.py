@@ -154,7 +154,7 @@ def activation_spec(
 ) -> PartitionSpec | PaddedSpec | None:
     """Returns the layout that `constrain` gives to an activation, for example for `jax.shard_map`.
 
-    The arguments are those of `constrain`, with the shape of the activation or, inside a
+    The arguments are as for `constrain`, with the shape of the activation or, inside a
     `jax.shard_map`, of one shard. The spec has no Manual axes. It is None if no mesh is set, or if
     all axes of the mesh are Manual and there are no rules. It raises what `constrain` raises.
     """

@@ -105,7 +105,7 @@ class LocalChunker:
         """Every shard of an array that this process holds, each as a chunk; works on any mesh.
 
         If each process writes the chunks whose `replica_id` is 0, every element of the array is
-        written exactly once. The arguments and errors are those of `get_local_chunk_info`, but the
+        written exactly once. The arguments and errors are as for `get_local_chunk_info`, but the
         shards need not form one chunk.
         """
         shape, axes, ownership = self._ownership(global_shape, mesh_axes, on_indivisible)

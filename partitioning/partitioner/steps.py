@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from partitioning.constraints import lay_out
 from partitioning.partitioner.batches import batch_specs, has_rows
 from partitioning.partitioner.initializing import check_only_arrays
-from partitioning.partitioner.pmap_axes import bind_axes
 from partitioning.programs.contexts import PjittedFnWithContext
 from partitioning.programs.inner_layouts import is_resource
 from partitioning.programs.partitioned_function import PartitionedCallable
@@ -96,7 +95,7 @@ class Step(PjittedFnWithContext):
             others = [i for i in range(1, self._needed) if i not in self._static]
             self._layout = data_spec, position
             return partition(
-                returning_pairs(bind_axes(train_step, self._axes), specs),
+                returning_pairs(_bind_axes(train_step, self._axes), specs),
                 (specs, *(data_spec if i == position else None for i in others)),
                 (specs, None),
                 static_argnums=self._static,
@@ -251,6 +250,23 @@ class _Rest:
         if self.kind is None:
             return state
         return getattr(self.kind, '_make', self.kind)((state, *self.values))
+
+
+def _bind_axes(step: Callable[..., Any], axes: Sequence[str]) -> Callable[..., Any]:
+    """A step for `jax.pmap` with axes of size 1, so that its collectives return what they get."""
+    for axis in axes:
+        step = _bind_axis(step, axis)
+    return step
+
+
+def _bind_axis(step: Callable[..., Any], axis: str) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        # Only what depends on lax.axis_index has the dimension of the axis before [0].
+        result = jax.vmap(lambda _: step(*args, **kwargs), axis_name=axis)(jnp.zeros(1))
+        return jax.tree.map(lambda x: x[0], result)
+
+    return bound
 
 
 def returning_pairs(train_step: Callable[..., Any], specs: Any) -> Callable[..., Any]:

@@ -40,7 +40,7 @@ def values_of(struct):
     size = struct.size * struct.dtype.itemsize
     values = np.frombuffer(np.random.default_rng(3).bytes(size), struct.dtype)
     if struct.dtype.itemsize == 2:
-        # Those of bfloat16 are finite: XLA's emitters that the tests use change the bits of NaN.
+        # The values of bfloat16 are finite: XLA's emitters that the tests use change the bits of NaN.
         values = (values.view(np.uint16) & 0xBFFF).view(struct.dtype)
     return values.reshape(struct.shape)
 

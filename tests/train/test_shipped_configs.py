@@ -32,7 +32,7 @@ PRESETS = sorted(p.stem for p in PARTITIONING.glob('*.gin') if p.stem != 'rules'
 TENSOR = ('tensor', 'tensor_sequence')  # these shard parameters over the model axis only
 RUN = ("MODEL_DIR='nowhere'", "TEXT='nowhere/*.txt'")
 
-# The least and the largest number of parameters. Those of Llama 3 are exact.
+# The least and the largest number of parameters; exact for Llama 3.
 SIZES = {
     'tiny': (350_000, 400_000),
     '125m': (100e6, 140e6),
