@@ -40,7 +40,7 @@ def values_of(struct):
     size = struct.size * struct.dtype.itemsize
     values = np.frombuffer(np.random.default_rng(3).bytes(size), struct.dtype)
     if struct.dtype.itemsize == 2:
-        # The values of bfloat16 are finite: XLA's emitters that the tests use change the bits of NaN.
+        # bfloat16 values are finite, because XLA's emitters in the tests change the bits of NaN.
         values = (values.view(np.uint16) & 0xBFFF).view(struct.dtype)
     return values.reshape(struct.shape)
 
