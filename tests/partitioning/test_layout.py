@@ -154,7 +154,6 @@ def test_a_process_without_devices_is_named(host):
     'shape, axes, message',
     [
         ((128, 16), ['dta', None], r"'dta' does not exist.*Did you mean 'data'"),
-        ((128, 16), ['expert', None], r"'expert' does not exist.*data 8 x model 4"),
         ((128, 16), [('data', 'expert'), None], "'expert' does not exist"),
         ((128, 16), ['data', 'data'], "'data' appears twice"),
         ((128, 16), [('data', 'model'), 'model'], "'model' appears twice"),
@@ -165,7 +164,6 @@ def test_a_process_without_devices_is_named(host):
         ((130, 16), ['data', None], '130.* 8.* 128 or 136'),
         ((16, 3), [None, 'model'], "3.* 4.* 'model'"),
         ((-128, 16), ['data', None], '-128.*>= 0'),
-        ((128.5, 16), ['data', None], r'128\.5.*integer'),
     ],
 )
 def test_errors_of_chunks(shape, axes, message):

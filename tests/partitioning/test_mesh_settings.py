@@ -62,7 +62,6 @@ def test_the_first_of_three_names_is_the_slice_axis(devices):
     'names, slices, message',
     [
         ((), 1, 'has 0 names.* 2 axes, or 3'),
-        (('data',), 1, 'has 1 names.* 2 axes, or 3'),
         (('a', 'b', 'c', 'd'), 1, r'has 4 names.*mesh=MeshConfig\('),
         (
             ('data', 'model'),
@@ -72,7 +71,6 @@ def test_the_first_of_three_names_is_the_slice_axis(devices):
         (('a', 'b', 'c', 'd'), 2, 'has 4 names.*ici_mesh_shape'),
         (('data', 'data'), 1, "'data' appears twice"),
         (('data', 1), 1, "axis names .*'data', 1.* strings"),
-        (('data', ''), 1, 'non-empty strings'),
     ],
 )
 def test_other_names(names, slices, message):
