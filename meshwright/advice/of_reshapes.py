@@ -333,8 +333,10 @@ class _Search:
         alike = {one.shape for one in value.operands} == {given.shape}
         if value.primitive == 'concatenate' and alike and self._is_of_rows(given, d):
             n, new = len(value.operands), ', '.join(map(str, value.shape))
+            arrays = array_at(self.line, ('concatenate', 'concat', 'vstack', 'hstack'))
+            arrays = 'arrays' if arrays == 'x' else arrays
             return (
-                f'write jnp.stack(arrays, {d + 1}).reshape({new}) at {self.line}, so that each '
+                f'write jnp.stack({arrays}, {d + 1}).reshape({new}) at {self.line}, so that each '
                 f'device keeps its rows, and x.reshape({before}, {n}, ...)[:, i] for the part i of '
                 'what is computed from it'
             )

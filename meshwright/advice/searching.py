@@ -46,6 +46,7 @@ from meshwright.advice.of_products import find_merged_factors
 from meshwright.advice.of_repeats import find_repeated
 from meshwright.advice.of_reshapes import find_misfits, order_splits
 from meshwright.advice.of_shard_maps import find_missing_specs
+from meshwright.advice.of_summed_gathers import find_summed_gathers
 from meshwright.advice.of_whole import find_whole_operations
 from meshwright.advice.of_wider import find_wider_exchanges
 from meshwright.advice.subject import make_subject, with_change
@@ -89,6 +90,7 @@ _TOLD: tuple[Callable[[FunctionView], Iterator[Told]], ...] = (
     find_missing_specs,
     find_merged_factors,
     find_kept_parts,
+    find_summed_gathers,
     find_early_sums,
     find_repeated,
     find_whole_operations,

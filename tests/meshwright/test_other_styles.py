@@ -104,6 +104,63 @@ def test_an_exchange_in_a_shard_map_is_told_at_its_own_line():
     assert {row.line.rpartition('/')[2] for row in permutes} == {line_of(rotate, 'ppermute')}
 
 
+def gather_and_add(x, w):
+    parts = jax.lax.all_gather(x @ w, 'model')
+    return parts.sum(0)
+
+
+def add(x, w):
+    return jax.lax.psum(x @ w, 'model')
+
+
+def test_a_sum_of_what_is_gathered_is_one_sum_over_devices():
+    def ask(function):
+        mesh = make_mesh(data=2, model=4)
+        about = {'in_specs': (P('data', 'model'), P('model')), 'out_specs': P('data')}
+        mapped = jax.shard_map(function, mesh=mesh, **about, check_vma=False)
+        args = struct(mesh, (64, 256), 'data', 'model'), struct(mesh, (256, WIDTH), 'model')
+        return forecast(jax.jit(mapped), *args)
+
+    made, mended = ask(gather_and_add), ask(add)
+    ((_, cause),) = made.collectives
+    assert cause.source.endswith(line_of(gather_and_add, 'all_gather')) and cause.confirmed
+    assert cause.change.startswith("write jax.lax.psum(x @ w, 'model') in place of the all_gather")
+    assert cause.effect.sent[1] == sum(c.total_bytes for c, _ in mended.collectives)
+    assert not any(cause.change for _, cause in mended.collectives)
+
+
+def test_rows_over_two_axes_are_told_with_both():
+    mesh = make_mesh(data=2, fsdp=4)
+
+    def loss(params, x):
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P()))
+        return feed(params, x)
+
+    params = {
+        'one': {name: struct(mesh, (WIDTH, WIDTH), 'fsdp') for name in ('gate', 'up', 'down')}
+    }
+    batch = struct(mesh, (64, LENGTH, WIDTH), ('data', 'fsdp'))
+    (finding,) = lint(make_step(loss), params, batch, compile=False)
+    assert finding.where.endswith(line_of(loss, 'constraint'))
+    assert "write P(('data', 'fsdp'), None, None)" in finding.message
+
+
+def test_only_arrays_that_move_are_named():
+    mesh = make_mesh(data=8)
+
+    def loss(params, batch):
+        x = jax.lax.with_sharding_constraint(batch['x'], NamedSharding(mesh, P('data')))
+        return jnp.mean((feed(params, x) - batch['y']) ** 2)
+
+    params = {'one': {name: struct(mesh, (WIDTH, WIDTH)) for name in ('gate', 'up', 'down')}}
+    x = struct(mesh, (64, LENGTH, WIDTH), None, 'data')
+    batch = {'x': x, 'y': struct(mesh, (64,), 'data')}
+    made = explain(make_step(loss), params, batch)
+    changes = ' '.join(row.change for row in made.exchanges)
+    assert "lay out batch/x as PartitionSpec('data', None, None)" in changes
+    assert 'batch/y' not in changes
+
+
 def test_kernels_of_convolutions_may_be_whole():
     """An axis of tensors shards matrices; convolutions next to them are often whole on purpose."""
     mesh = make_mesh(data=4, model=2)
