@@ -22,7 +22,7 @@ from meshwright.causes.layouts import axes_of_row
 from meshwright.jaxpr import TracedProgram
 from meshwright.jaxpr.implied_exchanges import KINDS
 from meshwright.jaxpr.primitives import CONSTRAINTS
-from meshwright.jaxpr.values import Axes, Dims, Step, Value, readers_of, steps_in, ties
+from meshwright.jaxpr.values import TO_GLOBAL, Axes, Dims, Step, Value, readers_of, steps_in, ties
 from meshwright.jaxpr.varying import Varying
 from meshwright.program.collectives import Collective
 from meshwright.user_lines import user_line
@@ -121,6 +121,17 @@ class FunctionView:
         step = self.makers.get(id(value))
         made = [] if step is None else self._by_equation.get(id(step.place.equation), [])
         return next((one for one in made if one.shape == value.shape), None)
+
+    def is_for_backward(self, step: Step) -> bool:
+        """Whether a step is of a backward pass, or takes something out of a shard_map for it."""
+        return step.place.is_backward or (
+            step.name == TO_GLOBAL
+            and all(
+                one.place.is_backward or one.is_border
+                for made in step.outputs
+                for one in self.readers.get(id(made), [])
+            )
+        )
 
     def line_of(self, step: Step) -> str:
         """The user's 'file:line' of a step: the line that calls a helper, and not the helper's."""

@@ -34,7 +34,7 @@ from meshwright.advice.rewriting import Edit, Rewriting, rewrite
 from meshwright.causes.cause import CodeChange, over
 from meshwright.jaxpr.implied_exchanges import KINDS, exchange_axes
 from meshwright.jaxpr.primitives import ELEMENTWISE, GATHERS, MOVES, PSUMS
-from meshwright.jaxpr.values import TO_GLOBAL, Axes, Step, Value
+from meshwright.jaxpr.values import Axes, Step, Value
 from meshwright.user_lines import array_at
 
 _NEAR = 40  # steps in which the place of a slice is computed
@@ -349,7 +349,7 @@ class _Reduced:
                 continue
             self._seen.add(id(value))
             for reader in self._view.readers.get(id(value), []):
-                if reader.place.is_backward or self._is_for_backward(reader):
+                if self._view.is_for_backward(reader):
                     continue
                 if not self._is_allowed(reader):
                     yield None
@@ -360,15 +360,6 @@ class _Reduced:
                 pending += [
                     o for o, is_small in zip(reader.outputs, small, strict=True) if not is_small
                 ]
-
-    def _is_for_backward(self, reader: Step) -> bool:
-        """Whether a step is the end of a shard_map, and only a backward pass takes its result."""
-        readers = self._view.readers
-        return reader.name == TO_GLOBAL and all(
-            one.place.is_backward or one.is_border
-            for o in reader.outputs
-            for one in readers.get(id(o), [])
-        )
 
     def _is_allowed(self, step: Step) -> bool:
         if step.bodies or step.is_border or step.name in KINDS:

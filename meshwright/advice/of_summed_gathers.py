@@ -83,7 +83,7 @@ def _reductions(made: Value, d: int, view: FunctionView) -> list[Step]:
                 found.append(reader)
             elif reader.name in MOVES | {'pvary'} and reader.outputs[0].shape == made.shape:
                 pending += reader.outputs
-            elif not reader.place.is_backward:
+            elif not view.is_for_backward(reader):
                 return []
     return found
 

@@ -40,6 +40,7 @@ from meshwright.advice.of_constraints import (
     rearrange_constraints,
     replace_constraints,
 )
+from meshwright.advice.of_early_gathers import find_early_gathers
 from meshwright.advice.of_groups import find_grouped_rows
 from meshwright.advice.of_layers import find_loop_gathers, find_scanned_stacks
 from meshwright.advice.of_products import find_merged_factors
@@ -91,6 +92,7 @@ _TOLD: tuple[Callable[[FunctionView], Iterator[Told]], ...] = (
     find_merged_factors,
     find_kept_parts,
     find_summed_gathers,
+    find_early_gathers,
     find_early_sums,
     find_repeated,
     find_whole_operations,

@@ -118,7 +118,7 @@ class _Exchanges:
         offset = len(step.inputs) - len(step.bodies[0].inputs)
         for i, tie in enumerate(t for t in ties(step) if not t.output):
             index = offset + i % max(len(step.bodies[0].inputs), 1)
-            lead = [tie.outer.axes[0]] if tie.stacked else []
+            lead = [()] if tie.stacked else []  # each device takes part in all iterations
             wanted = [*lead, *tie.inner.axes]
             step.inputs[index] = self._move(tie.outer, wanted, step, out, moved)
         given = {id(returned): first for first, returned in carries(step)}
