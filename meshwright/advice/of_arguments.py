@@ -57,7 +57,9 @@ def lay_out_arguments(view: FunctionView) -> Iterator[tuple[float, Candidate]]:
     unused = [(rows, peer) for rows, peer in peers if rows[0].path not in view.used]
     changes = [_change(rows, peer) for rows, peer in unused if peer is not None]
     if len(changes) > 1:  # averages of all parameters
-        yield _ALL, Candidate(JoinedChange(parts=tuple(changes)), False, _WHOLE)
+        every = [(path, one.layout) for one in changes for path in (one.path, *one.likewise)]
+        both = JoinedChange(parts=tuple(changes), text=f'lay out {layouts_text(every)}')
+        yield _ALL, Candidate(both, False, _WHOLE)
     for rows, peer in peers:
         weight = sum(view.parameters.get(row.path, 0.0) for row in rows)
         now, is_given = axes_of_row(rows[0]), rows[0].role == 'other'
@@ -107,10 +109,8 @@ def _peer_layout(view: FunctionView, row: PlanRow) -> Layout | None:
     """
     if row.role == 'other':
         return None
-    now, found = axes_of_row(row), collections.Counter[Layout]()
-    for other in view.rows.values():
-        if other.role == 'parameters' and other.shape == row.shape:
-            found[axes_of_row(other)] += 1
+    like = [r for r in view.rows.values() if r.role == 'parameters' and r.shape == row.shape]
+    now, found = axes_of_row(row), collections.Counter(map(axes_of_row, like))
     mine, held = {*_names(now)}, [(one, {*_names(one)}) for one, _ in found.most_common()]
     more = next((one for one, axes in held if mine < axes), None)
     alike = next((one for one, axes in held if mine == axes and found[one] > found[now]), None)

@@ -129,6 +129,65 @@ def test_a_sum_of_what_is_gathered_is_one_sum_over_devices():
     assert not any(cause.change for _, cause in mended.collectives)
 
 
+def compare_wide(x, w):
+    everyone = jax.lax.all_gather(x, 'data', tiled=True)
+    keys = jnp.tanh(everyone @ w)
+    return jnp.mean(jax.nn.softmax(jnp.tanh(x @ w) @ keys.T) ** 2)[None]
+
+
+def compare_narrow(x, w):
+    own = jnp.tanh(x @ w)
+    keys = jax.lax.all_gather(own, 'data', tiled=True)
+    return jnp.mean(jax.nn.softmax(own @ keys.T) ** 2)[None]
+
+
+def test_rows_are_projected_before_they_are_gathered():
+    """Each device gathers the 8 numbers that it makes of each of its rows, and not all 256."""
+
+    def ask(function):
+        mesh = make_mesh(data=8)
+        about = {'in_specs': (P('data'), P()), 'out_specs': P('data')}
+        mapped = jax.shard_map(function, mesh=mesh, **about)
+        loss = jax.grad(lambda w, x: jnp.mean(mapped(x, w)))
+        args = struct(mesh, (256, 8)), struct(mesh, (256, 256), 'data')
+        return forecast(jax.jit(loss), *args, confirm=False)
+
+    made, mended = ask(compare_wide), ask(compare_narrow)
+    cause = next(cause for _, cause in made.collectives if cause is not None and cause.change)
+    assert cause.source.endswith(line_of(compare_wide, 'all_gather')) and cause.avoidable
+    assert 'from x only, and gather the result, (256, 8)' in cause.change
+    assert line_of(compare_wide, 'keys = ') in cause.change
+    totals = [sum(c.total_bytes for c, _ in one.collectives) for one in (made, mended)]
+    saved = cause.effect.sent[0] - cause.effect.sent[1]
+    assert saved == pytest.approx(totals[0] - totals[1], rel=0.05)
+    assert not any(cause.change for _, cause in mended.collectives)
+
+
+def recur(x, w, lay=lambda u: u):
+    u = lay((x @ w).swapaxes(0, 1))
+    _, ys = jax.lax.scan(lambda h, now: (0.9 * h + now, h), jnp.zeros(u.shape[1:]), u)
+    return jnp.mean(ys.swapaxes(0, 1) ** 2)
+
+
+def test_a_scan_over_a_sharded_dimension_gathers_it():
+    def ask(lay):
+        mesh = make_mesh(data=2, seq=4)
+        gradient = jax.jit(jax.grad(lambda w, x: recur(x, w, lay)))
+        x = struct(mesh, (16, 64, WIDTH), 'data', 'seq')
+        return forecast(gradient, struct(mesh, (WIDTH, 256)), x)
+
+    def channels(u):
+        mesh = make_mesh(data=2, seq=4)
+        return jax.lax.with_sharding_constraint(u, NamedSharding(mesh, P(None, 'data', 'seq')))
+
+    made, mended = ask(lambda u: u), ask(channels)
+    cause = next(cause for _, cause in made.collectives if cause is not None and cause.change)
+    assert "PartitionSpec(None, 'data', 'seq')" in cause.change and cause.confirmed
+    assert line_of(recur, 'u = lay') in cause.change
+    sent = sum(c.total_bytes for c, _ in mended.collectives)
+    assert cause.effect.sent[1] == pytest.approx(sent, rel=0.01)
+
+
 def test_rows_over_two_axes_are_told_with_both():
     mesh = make_mesh(data=2, fsdp=4)
 
