@@ -266,7 +266,8 @@ def find_early_sums(view: FunctionView) -> Iterator[Told]:
                 if selected
                 else ('it is computed from it by adding and scaling')
             )
-            number = f'jax.lax.psum(jnp.where(..., x, 0), {_written(axes)})'
+            small = array_at(where)
+            number = f'jax.lax.psum(jnp.where(..., {small}, 0), {_written(axes)})'
             yield Told(
                 match=Match(
                     axes=axes,

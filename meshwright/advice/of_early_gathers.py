@@ -22,7 +22,7 @@ from meshwright.jaxpr.primitives import GATHERS
 from meshwright.jaxpr.values import Axes, Step, Value
 from meshwright.user_lines import array_at
 
-_SMALLER = 0.6  # the share of the bytes that may be left
+_SMALLER = 0.6  # the share of the elements that may be left; casts are told elsewhere
 _KINDS = GATHERING | {'reduce-scatter'}  # which jax makes of a gather in a backward pass
 
 
@@ -48,15 +48,11 @@ def find_early_gathers(view: FunctionView) -> Iterator[Told]:
         if made is None or step.place.is_backward or step.params.get('axis_index_groups'):
             continue
         later = _find_later(view, step, axes)
-        total = sum(one.shard_bytes(view.sizes) for one in later)
-        if made.shard_bytes(view.sizes) >= LEAST and later and total <= _share(view, made):
+        less = later and sum(one.size for one in later) <= _SMALLER * made.size
+        if made.shard_bytes(view.sizes) >= LEAST and less:
             groups.setdefault(axes, []).append(_Early(step, tuple(later)))
     for axes, group in groups.items():
         yield from _tell(view, axes, group)
-
-
-def _share(view: FunctionView, made: Value) -> float:
-    return _SMALLER * made.shard_bytes(view.sizes)
 
 
 def _tell(view: FunctionView, axes: Axes, group: list[_Early]) -> Iterator[Told]:
@@ -113,13 +109,13 @@ def _line_beside(view: FunctionView, value: Value, step: Step) -> str:
 
 
 def _find_later(view: FunctionView, gather: Step, axes: Axes) -> list[Value]:
-    """The fewest bytes that could be gathered after some steps in place of an array; [] if none.
+    """The fewest elements that could be gathered after some steps in place of an array, if any.
 
     The steps compute each row from the same row and from what all devices have.
     """
     made = gather.outputs[0]
     rows = {id(made): (made, gather.params['all_gather_dimension'])}
-    best: tuple[float, list[Value]] = float(made.shard_bytes(view.sizes)), []
+    best: tuple[int, list[Value]] = made.size, []
     done = set[int]()
     order = [step for step in view.steps if not view.is_for_backward(step)]
     for step in order[order.index(gather) + 1 :]:
@@ -132,7 +128,7 @@ def _find_later(view: FunctionView, gather: Step, axes: Axes) -> list[Value]:
         done.add(id(step))
         rows |= {id(o): (o, d) for o, d in zip(step.outputs, dims, strict=True)}
         left = [value for value, _ in rows.values() if _is_needed(view, value, done)]
-        total = float(sum(value.shard_bytes(view.sizes) for value in left))
+        total = sum(value.size for value in left)
         if left and total < best[0]:
             best = total, left
     return best[1]

@@ -8,6 +8,7 @@ For `hidden @ params['down']` in line 32, whose result is summed over devices:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from meshwright.causes.cause import over, what_is
@@ -69,9 +70,10 @@ def layouts_text(layouts: Sequence[tuple[str, Sequence[Sequence[str]]]]) -> str:
 
 
 def say_rows(layouts: KnownLayouts) -> str:
-    """Whether the batch is sharded: over the axes of its first sharded dimension."""
+    """Whether the batch is sharded: over the axes of its rows, which come first; '' if unclear."""
     rows = [row for row in layouts.rows.values() if row.role == 'other' and row.shape]
-    sharded = next((axes for row in rows for axes in axes_of_row(row) if axes), ())
-    if not rows:
-        return ''
-    return f'the batch is sharded over {over(sharded)}' if sharded else 'the batch is not sharded'
+    if not any(axes for row in rows for axes in axes_of_row(row)):
+        return 'the batch is not sharded' if rows else ''
+    largest = sorted(rows, key=lambda row: -math.prod(row.shape))
+    sharded = next((axes for row in largest if (axes := axes_of_row(row)[0])), ())
+    return f'the batch is sharded over {over(sharded)}' if sharded else ''

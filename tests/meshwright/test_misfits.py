@@ -148,7 +148,7 @@ def stacked(p, batch):
             stacked,
             'jnp.concatenate',
             "concatenates dimension 0 of 64 elements, which is sharded over 'data'",
-            f'write jnp.stack(arrays, 1).reshape(64, {LENGTH}, {WIDTH}) at',
+            f"write jnp.stack([batch['x'], 2 * batch['x']], 1).reshape(64, {LENGTH}, {WIDTH}) at",
         ),
         (
             fused,

@@ -204,6 +204,18 @@ def test_rows_over_two_axes_are_told_with_both():
     assert "write P(('data', 'fsdp'), None, None)" in finding.message
 
 
+def test_a_table_next_to_the_batch_does_not_say_how_rows_are_sharded():
+    mesh = make_mesh(data=2, model=4)
+
+    def product(params, places, x):
+        return (x + places.sum(1)) @ params['down']
+
+    params = {'down': struct(mesh, (256, WIDTH), 'model')}
+    args = struct(mesh, (256, 8), None, 'model'), struct(mesh, (64, 256), 'data', 'model')
+    made = forecast(jax.jit(product), params, *args, confirm=False)
+    assert "the batch is sharded over 'data'" in made.collectives[0][1].why
+
+
 def test_only_arrays_that_move_are_named():
     mesh = make_mesh(data=8)
 
