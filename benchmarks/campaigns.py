@@ -124,22 +124,27 @@ def start_run(command: list[str], folder: Path, cache: Path, **pipes: Any) -> An
     return subprocess.Popen(command, cwd=folder, env=os.environ | environment, text=True, **pipes)
 
 
-def call_command(function: Callable[..., Any], *arguments: Any) -> list[str]:
+def call_command(
+    function: Callable[..., Any], *arguments: Any, python: str = sys.executable
+) -> list[str]:
     """Returns the command that calls a function of a script in this folder.
 
     Its last line is what the function returns, as JSON, which must also have the arguments.
     """
     script = Path(function.__code__.co_filename).stem
-    return [sys.executable, __file__, script, function.__name__, json.dumps(arguments)]
+    return [python, __file__, script, function.__name__, json.dumps(arguments)]
 
 
-def call_in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns what a function returns in a process of its own.
+def call_in_new_process(
+    function: Callable[..., Any], *arguments: Any, python: str = sys.executable
+) -> Any:
+    """Returns what a function returns in a process of its own, of another Python if one is given.
 
     Raises:
       RuntimeError: with the last line of its errors, if it fails.
     """
-    done = subprocess.run(call_command(function, *arguments), capture_output=True, text=True)
+    command = call_command(function, *arguments, python=python)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ['no message']
         raise RuntimeError(f'{":".join(map(str, arguments))} failed: {lines[-1][:400]}')

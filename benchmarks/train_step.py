@@ -1,13 +1,14 @@
 """The built-in transformer in the trainer's loop next to the same in plain JAX, by hand.
 
 All train the same model with the same loss and optimizer on the same rows, with data parallelism
-over 8 virtual CPU devices, or over the GPUs if JAX finds any. Each measurement is a process of its
-own. The loops take turns, and the medians are compared:
+over 8 virtual CPU devices, or over the GPUs if JAX finds any. (`trainer_steps.py` has other
+trainers.) Each measurement is a process of its own. The loops take turns, and the medians are
+compared:
 
 - the tokens per second after the first steps, with a loss read every 10 steps, and their share of
   the peak of the chips where that is known,
 - the time from the start of the process to the end of the first step,
-- on a GPU, the peak memory of the device.
+- the peak memory, of the device on a GPU and else of the process.
 
 `--loops` chooses them: trainer, plain, and torch, which needs PyTorch and one GPU. `--forecast`
 prints what is forecast for the steps of the trainer and of plain JAX on a machine that need not be
@@ -23,39 +24,44 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+os.environ.setdefault('JAX_NUM_CPU_DEVICES', '8')
+
 import jax
-
-jax.config.update('jax_num_cpu_devices', 8)
-
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from plain_transformer import Sizes, compute_logits, init_params, make_step
 
-from benchmarks.campaigns import call_in_new_process, parse_names
+from benchmarks.campaigns import call_in_new_process, parse_names, peak_memory
 
 if TYPE_CHECKING:  # plain JAX does not wait for the imports of the trainer
     from meshwright import Forecast
     from train import TrainConfig
     from train.planning.machines import Machine
 
-WARM_UP, LOG_EVERY, NUM_ROWS = 20, 10, 4096
+WARM_UP, LOG_EVERY, NUM_ROWS, LEARNING_RATE = 10, 10, 4096, 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, the rows that a device has in a step, and their length."""
+    """A model, the rows that a GPU or all CPU devices have in a step, and their length."""
 
     sizes: Sizes
     rows: int
     length: int
+
+    @property
+    def batch_size(self) -> int:
+        """The rows of a step on the devices that JAX finds."""
+        return self.rows if jax.default_backend() == 'cpu' else self.rows * jax.device_count()
 
 
 def _sizes(layers: int, embed: int, heads: int, mlp: int, remat: str = 'none') -> Sizes:
@@ -72,7 +78,7 @@ def _sizes(layers: int, embed: int, heads: int, mlp: int, remat: str = 'none') -
 
 CASES = {
     'tiny': Case(
-        dataclasses.replace(_sizes(4, 128, 4, 384), vocab_size=384, dtype='float32'), 2, 128
+        dataclasses.replace(_sizes(4, 128, 4, 384), vocab_size=384, dtype='float32'), 16, 128
     ),
     '125m': Case(_sizes(12, 768, 12, 2048), 16, 1024),
     '1b': Case(_sizes(16, 2048, 16, 8192, 'full'), 8, 2048),
@@ -93,12 +99,13 @@ class Clock:
         if step == 1:
             self.results['first_step'] = time.time() - self._started
         elif step == WARM_UP:
-            self._begun = time.perf_counter()
+            self._begun = time.perf_counter(), time.process_time()
         elif step == WARM_UP + self._steps:
-            elapsed = time.perf_counter() - self._begun
+            elapsed = time.perf_counter() - self._begun[0]
             self.results['steps_per_second'] = self._steps / elapsed
-            if peak := (jax.local_devices()[0].memory_stats() or {}).get('peak_bytes_in_use'):
-                self.results['peak'] = peak
+            self.results['processor'] = (time.process_time() - self._begun[1]) / self._steps
+            device = jax.local_devices()[0].memory_stats() or {}
+            self.results['peak'] = device.get('peak_bytes_in_use') or peak_memory()
 
 
 def make_rows(vocab_size: int, length: int) -> dict[str, Any]:
@@ -112,7 +119,7 @@ def make_rows(vocab_size: int, length: int) -> dict[str, Any]:
 
 
 def trainer_config(
-    model: str, directory: str, steps: int, num_devices: int, **settings: Any
+    model: str, directory: str, steps: int, batch_size: int, **settings: Any
 ) -> TrainConfig:
     """Returns the settings of the trainer."""
     from partitioning import PjitPartitioner
@@ -130,13 +137,13 @@ def trainer_config(
         model_dir=directory,
         objective=NextToken(model=Transformer(config)),
         partitioner=PjitPartitioner(layout='data_parallel'),
-        optimizer=optax.adamw(1e-3),
+        optimizer=optax.adamw(LEARNING_RATE),
         task=Examples(training=make_rows(sizes.vocab_size, case.length)),
         total_steps=WARM_UP + steps,
-        batch_size=case.rows * num_devices,
+        batch_size=batch_size,
         checkpoints=CheckpointConfig(period=0),
         log_every=LOG_EVERY,
-        compilation_cache=None,  # all loops compile
+        compilation_cache=os.environ.get('JAX_COMPILATION_CACHE_DIR'),  # all loops compile without
         **settings,
     )
 
@@ -148,7 +155,7 @@ def run_trainer(model: str, steps: int, started: float) -> dict[str, float]:
     clock = Clock(steps, started)
     with tempfile.TemporaryDirectory() as directory:
         hook = lambda state, step, metrics: clock.tick(step, metrics)  # noqa: E731
-        train(trainer_config(model, directory, steps, jax.device_count(), hooks=[hook]))
+        train(trainer_config(model, directory, steps, CASES[model].batch_size, hooks=[hook]))
     return clock.results
 
 
@@ -159,7 +166,7 @@ def plain_step(
 
     `kernel` computes attention: 'cudnn' on GPUs.
     """
-    mesh, tx = Mesh(devices, ('data',)), optax.adamw(1e-3)
+    mesh, tx = Mesh(devices, ('data',)), optax.adamw(LEARNING_RATE)
     replicated = NamedSharding(mesh, PartitionSpec())
     by_row = NamedSharding(mesh, PartitionSpec('data'))
 
@@ -212,7 +219,7 @@ def batches(case: Case, steps: int) -> Iterator[dict[str, np.ndarray]]:
     """Yields the rows of each step, in an order drawn once."""
     rows = make_rows(case.sizes.vocab_size, case.length)
     order = np.random.default_rng(0).permutation(NUM_ROWS)
-    size = case.rows * jax.device_count()
+    size = case.batch_size
     for step in range(WARM_UP + steps):
         chosen = np.take(order, range(step * size, (step + 1) * size), mode='wrap')
         yield {name: x[chosen] for name, x in rows.items()}
@@ -224,7 +231,7 @@ def describe_work(model: str) -> dict[str, float | None]:
     from train.reporting.meter import peak_flops
 
     case = CASES[model]
-    batch_size = case.rows * jax.device_count()
+    batch_size = case.batch_size
     params = jax.eval_shape(lambda: init_params(case.sizes, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((batch_size, case.length), jnp.int32)
     forward = count_flops(
@@ -255,8 +262,7 @@ def compare(model: str, loops: list[str], repetitions: int, steps: int) -> None:
         ]
         if work['seconds_at_peak'] is not None:
             parts.append(f'{rate * work["seconds_at_peak"]:.1%} of the peak')
-        if 'peak' in found:
-            parts.append(f'{found["peak"] / 1e9:.2f} GB')
+        parts.append(f'{found["peak"] / 1e9:.2f} GB')
         print(f'{model} {loop:>7}: {1e3 / rate:,.1f} ms, ' + ', '.join(parts), flush=True)
 
 
@@ -270,8 +276,9 @@ def forecast_loops(model: str, topology: str) -> None:
     from train.planning.machines import parse_machine
 
     machine, case = parse_machine(topology), CASES[model]
+    batch_size = case.rows * machine.num_devices
     found = {
-        'trainer': forecast_run(trainer_config(model, 'unused', 0, machine.num_devices), machine),
+        'trainer': forecast_run(trainer_config(model, 'unused', 0, batch_size), machine),
         'plain': forecast_plain(case, machine),
     }
     for loop, forecast in found.items():
