@@ -21,6 +21,11 @@ FUNCTIONS = {
     'transpose': lambda x, w, ids, table: x.transpose(2, 0, 1),
     'split a dimension': lambda x, w, ids, table: x.reshape(16, 8, 4, 8),
     'merge dimensions': lambda x, w, ids, table: x.reshape(16 * 8, 32),
+    'split and merge': lambda x, w, ids, table: (
+        jax.lax.with_sharding_constraint(table[:, 0], P(('data', 'model')))
+        .reshape(4, 32)
+        .reshape(128)
+    ),
     'sum': lambda x, w, ids, table: x.sum(1),
     'maximum, kept': lambda x, w, ids, table: x.max(1, keepdims=True),
     'broadcast': lambda x, w, ids, table: jnp.broadcast_to(x[:, :, None], (16, 8, 3, 32)),
