@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from meshwright.advice.advising import advise
+from meshwright.advice.advising import advise, next_to_compiled
 from meshwright.advice.confirming import compile_variants
 from meshwright.advice.figures import Measured, measure_costs
 from meshwright.advice.needs import with_tried_changes
@@ -254,6 +254,8 @@ def _explain(
             explained, advised, before, trials, _MOST, until_first=until_first
         )
     told = advise(explained, advised)
+    if costs.memory is not None:
+        told = next_to_compiled(told, costs.memory.peak)
     return told, with_tried_changes(explained.buffers, told)
 
 

@@ -8,7 +8,7 @@ of all parameters, and that sends less and needs no more of anything else.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from meshwright.advice.candidates import SUMS, Advised, Variant
 from meshwright.advice.figures import Sent, key_of, shape_of
@@ -327,6 +327,31 @@ def _with_variant(cause: Cause, variant: Variant, advised: Advised, *, needed: b
         effect=effect,
         all_changes=(change, *(c for c in cause.all_changes if c != change)),
     )
+
+
+def next_to_compiled(
+    told: Iterable[tuple[Collective, Cause | None]], peak: int
+) -> tuple[tuple[Collective, Cause | None], ...]:
+    """The exchanges; changes that nobody compiled have what they save of the compiled peak.
+
+    A formula may see a faulty program hold far more than its compiler lets it hold.
+
+    Args:
+      told: the exchanges with their causes.
+      peak: the peak of the compiled program, in bytes.
+    """
+
+    def mended(cause: Cause | None) -> Cause | None:
+        if cause is None or cause.effect is None or cause.confirmed or cause.effect.returned:
+            return cause
+        held, holds = cause.effect.peak
+        after = min(peak, round(holds * max(1.0, peak / max(held, 1))))
+        after = after if holds < held else peak + holds - held
+        return dataclasses.replace(
+            cause, effect=dataclasses.replace(cause.effect, peak=(peak, after))
+        )
+
+    return tuple((c, mended(cause)) for c, cause in told)
 
 
 def _by_formula(variant: Variant, advised: Advised) -> Effect | None:

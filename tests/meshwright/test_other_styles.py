@@ -11,8 +11,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from plain_steps import line_of
 
 from meshwright import explain, forecast, lint
+from meshwright.advice.advising import next_to_compiled
 from meshwright.advice.trials import Trials
 from meshwright.calls.call import read_call
+from meshwright.causes.cause import Cause, Effect
 from meshwright.report.explained import ExplainedRow
 from meshwright.user_lines import CONSTRAINING, array_at
 
@@ -293,6 +295,22 @@ def test_changes_are_compiled_once_and_while_there_is_time():
         trials.measure(call)
     assert compiled == calls[:2]
     assert not Trials(compile, expected=3.0, seconds=math.inf).is_over
+
+
+@pytest.mark.parametrize(
+    ('formula', 'compiled', 'shown'),
+    [
+        ((100, 60), 50, (50, 50)),  # the compiler holds less than either
+        ((100, 60), 80, (80, 60)),
+        ((100, 60), 200, (200, 120)),  # and here twice as much
+        ((100, 130), 200, (200, 230)),
+    ],
+)
+def test_what_a_formula_saves_is_of_the_compiled_peak(formula, compiled, shown):
+    about = {'source': '', 'array': '', 'logical_axes': (), 'rule': '', 'why': ''}
+    cause = Cause(**about, effect=Effect(sent=(8.0, 8.0), peak=formula))
+    ((_, made),) = next_to_compiled([(None, cause)], compiled)
+    assert made.effect.peak == shown
 
 
 def test_without_time_changes_are_told_as_not_tried():
