@@ -106,6 +106,14 @@ def test_a_compiled_program_exchanges_as_much(mesh, name):
     assert found == compiled
 
 
+def test_sums_over_devices_that_are_added_are_one(mesh):
+    """Each device along 'data' multiplies its 4 of 16 rows, and adds both products before."""
+    rows = NamedSharding(mesh, P('data'))
+    arrays = [jax.ShapeDtypeStruct((16, 8), 'float32', sharding=rows)] * 2
+    found = list_collectives(trace_function(jax.jit(lambda x, y: x.T @ y + y.T @ x), *arrays))
+    assert [(c.kind, c.axes, c.count) for c in found] == [('all-reduce', ('data',), 1)]
+
+
 def test_products_are_divided_among_the_devices(mesh):
     function, args = laid_out(mesh, P(None, 'model'), P('model'), P('data'))
     work = estimate_work(trace_function(function, *args), CHIPS['v5e'])
@@ -124,6 +132,8 @@ def test_tiled_arrays_are_not_in_memory():
     mesh = jax.make_mesh((1,), ('data',), axis_types=(AxisType.Auto,))
     traced = trace_function(jax.jit(scale), *args, mesh=mesh)
     assert estimate_work(traced, CHIPS['v5e']).other_bytes == 4 * 128 * (1024 + 1 + 1024)
+    view = trace_function(jax.jit(jnp.ravel), args[0], mesh=mesh)
+    assert estimate_work(view, CHIPS['v5e']).other_bytes == 0
 
 
 def test_exchanges_in_loops_count_once_per_iteration(mesh):
