@@ -1,6 +1,8 @@
 """Models that do not fit are refused with the bytes, and with a mesh on which they fit."""
 
 import os
+import platform
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -16,6 +18,7 @@ from partitioning.hardware.compilers import (
     needed_memory,
 )
 from train.errors import ConfigError
+from train.machine.host_memory import release_freed_memory
 from train.reporting import memory
 from train.reporting.memory import check_fits
 
@@ -140,3 +143,18 @@ def test_described_devices_have_the_memory_of_their_chip():
     plan = partitioner.plan(lambda key: jax.tree.map(lambda x: jnp.zeros(x.shape), layer), KEY)
     with pytest.raises(ConfigError, match=r'needs 16\.00 GiB .* has 15\.75 GiB: use 8 devices'):
         check_fits(plan, partitioner)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason='malloc_trim is of glibc')
+def test_freed_memory_goes_back_to_the_system():
+    def resident() -> int:
+        pages = Path('/proc/self/statm').read_text().split()[1]
+        return int(pages) * os.sysconf('SC_PAGE_SIZE')
+
+    pieces = [bytes(4000) for _ in range(50_000)]  # 200 MB
+    kept = pieces[::1000]  # so that what is freed lies between pieces that are in use
+    del pieces
+    before = resident()
+    release_freed_memory()
+    assert before - resident() > 100e6
+    assert len(kept) == 50

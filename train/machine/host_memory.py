@@ -1,7 +1,8 @@
-"""What the memory of this host can hold, so that sizes beyond it are refused before they are."""
+"""The memory of this host: what it can hold, and how what was freed is given back to it."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 from partitioning.amounts import bytes_str
@@ -23,3 +24,14 @@ def check_batch_fits(batch_size: int, sequence_length: int, processes: int = 1) 
             f'{bytes_str(needed)} of tokens per process and batch, and this host has '
             f'{bytes_str(memory)} of memory: lower one of them'
         )
+
+
+def release_freed_memory() -> None:
+    """Gives the memory that this process has freed back to the system.
+
+    A compiler frees hundreds of megabytes in small pieces, which glibc would keep. This does
+    nothing with other C libraries, which lack `malloc_trim`.
+    """
+    trim = getattr(ctypes.CDLL(None), 'malloc_trim', None)
+    if trim is not None:
+        trim(0)

@@ -19,6 +19,7 @@ from partitioning.programs.partitioned_function import (
 )
 from train.config import TrainConfig
 from train.errors import ConfigError
+from train.machine.host_memory import release_freed_memory
 from train.objectives.objective import make_eval_step
 from train.optimizers import AveragedState, learning_rate_of, update_average
 from train.paths import as_path, file_of_run
@@ -162,11 +163,15 @@ class Compilation:
 
         def compile_step() -> CompiledPartitionedCallable:
             with calling_compiler(), own_compiler_errors('train_step', mesh):
-                return lowered.compile()
+                compiled = lowered.compile()
+            release_freed_memory()
+            return compiled
 
         def compile_init() -> Callable[..., Any]:
             with calling_compiler():
-                return plan.compile_init(run.key)
+                init = plan.compile_init(run.key)
+            release_freed_memory()
+            return init
 
         self._pool = ThreadPoolExecutor(2)
         self._step: Future[CompiledPartitionedCallable] = self._pool.submit(compile_step)
