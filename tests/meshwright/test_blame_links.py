@@ -106,6 +106,19 @@ def test_axes_too_much_are_found_in_constraints_and_in_layouts(mesh):
     assert {((), ('model',)), ((), ('data',))} <= changes
 
 
+def test_a_dimension_has_the_name_that_one_of_its_operands_gives(mesh):
+    x, rows = jnp.zeros((32, 64)), []
+    for path, names, role in (
+        ('x', (None, None), 'other'),
+        ('params/scale', ('embed', 'mlp'), 'parameters'),
+    ):
+        given = [ResolvedDimension(name, None, None, (), 'given') for name in names]
+        rows.append(make_row(path, x, mesh, given, role))
+    for order in rows, rows[::-1]:
+        (result,) = trace_values(jax.make_jaxpr(jnp.multiply)(x, x), order, {}).results
+        assert [dim.name for dim in result.dims] == ['embed', 'mlp']
+
+
 def multiply(x, w):
     return x @ w
 
