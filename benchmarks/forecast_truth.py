@@ -18,7 +18,9 @@ The last one forecasts rows from their own programs: it runs MaxText, which is i
 `maxtext/src`, as `meshwright dry` does, once for each row that `build/own_programs` does not have
 yet. FILE has rows in the form of `measured_steps.json`, which is the default. A row can have an
 entry "command" with its own command, as a list of what stands behind `python`, and "path", the
-folder of its code. Without `--programs`, nothing runs, and the table has what is there.
+folder of its code. Without `--programs`, nothing runs, and the table has what is there. `--keep`
+records what the programs have to do in `measured_steps/own_steps.json`. From then on, they stand
+for their rows in the place of rebuilt programs.
 
 A family is all rows of one model on one chip. Every row is forecast by constants that were fitted
 on all other families, and never by constants that were fitted on it. The committed constants are
@@ -42,6 +44,7 @@ from benchmarks.measured_steps.fitted_file import read_fit, write_fit
 from benchmarks.measured_steps.fitting import FREE, FREE_OF_COMPILED, SOFTWARE, Case, Fit, fit_all
 from benchmarks.measured_steps.own_cases import forecast_rows, print_own
 from benchmarks.measured_steps.own_programs import Programs, run_campaign as run_own
+from benchmarks.measured_steps.own_records import keep_records
 from benchmarks.measured_steps.records import TRACED, read_records, trace_all, write_records
 from benchmarks.measured_steps.rows import load_rows
 from benchmarks.measured_steps.scoring import (
@@ -96,6 +99,7 @@ def main() -> None:
         default='early',
         help='end own programs early: before code is generated (early), not, or before compiling',
     )
+    parser.add_argument('--keep', action='store_true', help='record the own programs, to fit them')
     parser.add_argument('--again', action='store_true', help='run those again that failed')
     options = parser.parse_args()
     if options.rows or options.programs:
@@ -111,7 +115,7 @@ def main() -> None:
         others = [case for case in cases if not case.dense]
         left_out = forecast_families(dense, fit_all, others)
         write_left_out(left_out)
-        write_fit(fit_all(dense)[0], dense, [f for f in left_out if f.case.dense])
+        write_fit(fit_all(dense)[0], dense, left_out)
     print_forecasts(cases, reasons)
 
 
@@ -123,6 +127,8 @@ def forecast_own(options: argparse.Namespace) -> None:
     if options.programs:
         programs = Programs(Path(options.programs), options.python or sys.executable, options.mode)
         run_own(rows, programs, again=options.again)
+    if options.keep:
+        keep_records(rows)
     print_own(*forecast_rows(rows))
 
 
@@ -142,14 +148,15 @@ def _print_table(
     print(f'{len({f.case.name for f in forecasts})} rows are forecast, {len(reasons)} are not.\n')
     _print_rows(forecasts)
     for origin, title in _ORIGINS.items():
-        chosen = [f for f in forecasts if f.case.origin == origin and f.case.dense]
-        alike = [f for f in ranges if f.case.origin == origin and f.case.dense]
+        chosen = [f for f in forecasts if f.case.origin == origin]
+        alike = [f for f in ranges if f.case.origin == origin]
         _print_scores(f'Errors of forecasts of {title}, each by other families', chosen, alike)
-    _print_scores(
-        'Errors of forecasts of models with experts, which fit nothing',
-        [f for f in forecasts if not f.case.dense and f.case.origin == 'jaxpr'],
-        [f for f in ranges if f.case.dense and f.case.origin == 'jaxpr'],
-    )
+    by_formula = [f for f in forecasts if f.case.origin == 'jaxpr']
+    own = [f for f in by_formula if f.case.is_own]
+    _print_scores('Of these, from the programs that were measured', own, by_formula)
+    for dense, title in (True, 'dense models in bfloat16'), (False, 'others, which fit nothing'):
+        alike = [f for f in own if f.case.dense == dense]
+        _print_scores(f'Of these, {title}', alike, by_formula)
     _print_frameworks([f for f in forecasts if f.case.origin == 'jaxpr' and f.case.dense])
     print('\nRows that are not forecast')
     for name, reason in reasons.items():
@@ -168,7 +175,8 @@ def _print_rows(forecasts: Sequence[Forecasted]) -> None:
             for o in _ORIGINS
         ]
         f = next(iter(both.values()))
-        notes = [f.case.framework, *(['experts'] if not f.case.dense else [])]
+        notes = [f.case.framework, *(['experts or 8 bits'] if not f.case.dense else [])]
+        notes += ['own program'] if f.case.is_own else []
         notes += ['superseded'] if f.case.superseded else []
         print(
             f'{name:42} {f.case.seconds:7.2f} s{"".join(cells)} {f.naive_error:+7.1%}  '

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,19 +16,17 @@ from jax.sharding import Mesh
 
 from meshwright.time import KernelWork, Machine, Work, describe_machine, estimate_step_time
 from meshwright.time.layers import Layers, Product
-from meshwright.time.loads import find_loads
+from meshwright.time.loads import Loads, find_loads
 from meshwright.time.step_model import StepTime
 from meshwright.time.work import Origin
 from partitioning.hardware import CHIPS, describe_topology
 
 from .fitting import Case
+from .own_records import loads_of, read_own
 from .program import Program
 from .rebuilding import find_listed, list_programs, rebuild
 from .records import with_copies
-from .rows import MeasuredRow, load_rows
-
-_RATES = {'Gb': 1e9 / 8, 'Tb': 1e12 / 8, 'GB': 1e9}  # in bytes/s
-_GPUS_PER_HOST = 8
+from .rows import MeasuredRow, load_rows, network_bandwidth_of
 
 
 def list_cases(
@@ -38,17 +35,21 @@ def list_cases(
 ) -> tuple[list[Case], dict[str, str]]:
     """Returns the cases of all rows, and for each row without a case why it has none.
 
-    A row has one case for its traced program, and one for its compiled program if there is one.
+    A row has one case for its traced program, which is the measured one if that was recorded and
+    otherwise ours, and one for our compiled program if there is one.
 
-    The records of both are by the name of the program.
+    The records of ours are by the name of the program.
     """
-    listed = list_programs()
+    listed, own = list_programs(), read_own()
     cases: list[Case] = []
     reasons: dict[str, str] = {}
     for row in load_rows():
+        if record := own.get(row.name):
+            cases.append(_case_of_own(row, record))
         program = rebuild(row)
         if isinstance(program, str):
-            reasons[row.name] = program
+            if not record:
+                reasons[row.name] = program
             continue
         name = find_listed(row, program)
         records: dict[Origin, Any] = {'jaxpr': traced.get(name), 'compiler': compiled.get(name)}
@@ -58,9 +59,9 @@ def list_cases(
         found = [
             _make_case(row, program, listed[name], record, origin)
             for origin, record in records.items()
-            if record and 'device_bytes' in record
+            if record and 'device_bytes' in record and not (origin == 'jaxpr' and row.name in own)
         ]
-        if not found:
+        if not found and row.name not in own:
             reasons[row.name] = 'its program could not be traced'
         cases += found
     return cases, reasons
@@ -120,8 +121,8 @@ def _read_layers(entry: Mapping[str, Any] | None) -> Layers | None:
     if entry is None:
         return None
     products = tuple(
-        Product(rows=m, summed=k, columns=n, flops=flops, nbytes=nbytes)
-        for m, k, n, flops, nbytes in entry['products']
+        Product(rows=m, summed=k, columns=n, flops=flops, nbytes=nbytes, dtype=''.join(dtype))
+        for m, k, n, flops, nbytes, *dtype in entry['products']
     )
     return Layers(width=entry['width'], kinds=tuple(entry['kinds']), products=products)
 
@@ -133,16 +134,6 @@ def machine_of(row: MeasuredRow, program: Program) -> Machine:
     return dataclasses.replace(machine, network_bandwidth=bandwidth) if bandwidth else machine
 
 
-def network_bandwidth_of(row: MeasuredRow) -> float | None:
-    """A GPU's share of the network of its host in bytes/s, if the row says it."""
-    text = row['hardware']['topology_source'] or ''
-    found = re.search(r'([\d.]+) (Gb|Tb|GB)/s (?:\w+ )?a (VM|node|GPU)', text)
-    if found is None or CHIPS[row.chip].platform != 'gpu':
-        return None
-    share = 1 if found[3] == 'GPU' else _GPUS_PER_HOST
-    return float(found[1]) * _RATES[found[2]] / share
-
-
 def _make_case(
     row: MeasuredRow,
     program: Program,
@@ -151,6 +142,15 @@ def _make_case(
     origin: Origin,
 ) -> Case:
     work = work_of(record, program.num_copies, compiled.num_copies, origin)
+    return _case_of(row, work, find_loads(work, machine_of(row, program)))
+
+
+def _case_of_own(row: MeasuredRow, record: Mapping[str, Any]) -> Case:
+    work = work_of({**record, 'collectives': ()}, 1, 1, 'jaxpr')
+    return dataclasses.replace(_case_of(row, work, loads_of(record, work)), is_own=True)
+
+
+def _case_of(row: MeasuredRow, work: Work, loads: Loads) -> Case:
     chip = CHIPS[row.chip]
     counts = row['check']['gflop_per_token']
     tokens = row['global_batch'] * row['seq_len'] / row.num_devices
@@ -165,11 +165,11 @@ def _make_case(
         seconds=row.step_seconds,
         flops=1e9 * counts['causal_attention'] * tokens,
         peak=chip.peak_flops_per_device,
-        loads=find_loads(work, machine_of(row, program)),
+        loads=loads,
         layers=work.layers,
         dense=row['class'] == 'dense',
         superseded=row.superseded,
-        origin=origin,
+        origin=work.origin,
     )
 
 

@@ -56,6 +56,7 @@ class Case:
       dense: whether it is a dense model in bfloat16.
       origin: 'compiler' if the program was compiled, 'jaxpr' if it was traced.
       layers: its products, of traced programs.
+      is_own: whether it is the program that was measured, and not one of ours in its place.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Case:
     superseded: bool
     origin: str = 'compiler'
     layers: Layers | None = None
+    is_own: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +219,7 @@ def _move(name: str, usual: float, by: float) -> float:
 
 TPUS = tuple(chip.name for chip in CHIPS.values() if chip.platform == 'tpu')
 GPUS = tuple(chip.name for chip in CHIPS.values() if chip.platform == 'gpu')
-# Matrix units of 256 x 256 are filled by fewer products than units of 128 x 128.
+# The matrix units of these have 256 x 256 elements, of the others 128 x 128.
 WIDE = ('v6e', 'tpu7x')
 NARROW = tuple(name for name in TPUS if name not in WIDE)
 MEGACORE = ('v4', 'v5p')
@@ -225,7 +227,7 @@ MEGACORE = ('v4', 'v5p')
 # 45 of 50 GB/s per link and direction, as in the scaling book; the bandwidths to the host are from
 # the same table.
 _TPU = ChipConstants(
-    matmul_efficiency=0.88,
+    matmul_efficiency=0.85,
     product_traffic=0.4,
     cycles_factor=1.0,
     kernel_efficiency=0.6,
@@ -253,7 +255,7 @@ _GPU = dataclasses.replace(
     host_bandwidth=50e9,
     network_latency=5e-6,
 )
-_WIDE = dataclasses.replace(_TPU, matmul_efficiency=0.77, host_bandwidth=32e9)
+_WIDE = dataclasses.replace(_TPU, host_bandwidth=32e9)
 USUAL = dict.fromkeys(NARROW, _TPU) | dict.fromkeys(WIDE, _WIDE) | dict.fromkeys(GPUS, _GPU)
 # Programs of these frameworks run other code than ours, or wait for their input. MaxText's have no
 # bias. 'compiled' and 'eager' say whether torch.compile was used.
@@ -264,11 +266,10 @@ SOFTWARE = {
     'torchtitan, eager': Bias(1.4),
 }
 
-# All chips of a platform share a value. Matrix units of 128 x 128 are filled by more products than
-# units of 256 x 256, and the two cores of a device in chips with megacore share each product.
+# All chips of a platform share a value. The two cores of a device in chips with megacore share each
+# product.
 FREE = (
-    Free('matmul_efficiency', 0.5, NARROW),
-    Free('matmul_efficiency', 0.5, WIDE),
+    Free('matmul_efficiency', 0.5, TPUS),
     Free('matmul_efficiency', 0.15, MEGACORE),
     Free('product_traffic', 1.0, TPUS),
     Free('kernel_efficiency', 0.7, TPUS),
@@ -283,11 +284,8 @@ FREE = (
     Free('hidden_network_share', 1.0, GPUS),
     Free('network_latency', 0.7, GPUS),
 )
-# What the estimates of the compiler are multiplied by, for which few programs were compiled.
-FREE_OF_COMPILED = (
-    Free('cycles_factor', 0.2, NARROW),
-    Free('cycles_factor', 0.2, WIDE),
-)
+# What the estimates of the compiler are multiplied by.
+FREE_OF_COMPILED = (Free('cycles_factor', 0.2, TPUS),)
 
 
 def fit_all(cases: Sequence[Case], start: np.ndarray | None = None) -> tuple[Fit, np.ndarray]:

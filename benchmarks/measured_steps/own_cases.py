@@ -19,9 +19,8 @@ from partitioning.amounts import bytes_str
 from partitioning.hardware import CHIPS, describe_topology
 from partitioning.hardware.topology import split_slices
 
-from .cases import network_bandwidth_of
 from .own_programs import read_found, read_text
-from .rows import MeasuredRow
+from .rows import MeasuredRow, network_bandwidth_of
 from .scoring import rank_correlation, summarize_errors
 
 _GAP = 0.01  # of parameters or FLOPs, from which a program is told as another one
@@ -66,7 +65,7 @@ def forecast_rows(
             reasons[row.name] = found
             continue
         mesh = mesh_of(found)
-        machine = _machine_of(row, mesh)
+        machine = describe_own_machine(row, mesh)
         text = read_text(found) if found['memory'] else ''
         work = read_stored_work(found, text, mesh) if text else None
         compiled = estimate_step_time(work, machine) if work else None
@@ -107,7 +106,8 @@ def read_stored_work(found: Mapping[str, Any], text: str, mesh: Mesh) -> Work:
     )
 
 
-def _machine_of(row: MeasuredRow, mesh: Mesh) -> Machine:
+def describe_own_machine(row: MeasuredRow, mesh: Mesh) -> Machine:
+    """Describes the machine of a row whose program has this mesh."""
     machine = describe_machine(mesh)
     assert machine is not None
     bandwidth = network_bandwidth_of(row)

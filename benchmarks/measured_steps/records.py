@@ -120,8 +120,11 @@ def record_work(work: Work) -> dict[str, Any]:
 
 
 def _record_layers(layers: Layers) -> dict[str, Any]:
-    """The products of a step, each as a list of its sizes, FLOPs and bytes."""
-    products = [[p.rows, p.summed, p.columns, p.flops, p.nbytes] for p in layers.products]
+    """The products of a step, each as a list of its sizes, FLOPs, bytes and type if that has 8 bits."""
+    products = [
+        [p.rows, p.summed, p.columns, p.flops, p.nbytes, *([p.dtype] if p.dtype else [])]
+        for p in layers.products
+    ]
     return {'width': layers.width, 'kinds': layers.kinds, 'products': products}
 
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from partitioning.hardware import CHIPS
+
 MEASUREMENTS = Path(__file__).with_name('measured_steps.json')
+_RATES = {'Gb': 1e9 / 8, 'Tb': 1e12 / 8, 'GB': 1e9}  # in bytes/s
+_GPUS_PER_HOST = 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,3 +72,13 @@ class MeasuredRow:
 def load_rows(path: Path = MEASUREMENTS) -> tuple[MeasuredRow, ...]:
     """Reads the rows, in the order of the file."""
     return tuple(MeasuredRow(entry) for entry in json.loads(path.read_text()))
+
+
+def network_bandwidth_of(row: MeasuredRow) -> float | None:
+    """A GPU's share of the network of its host in bytes/s, if the row says it."""
+    text = row['hardware']['topology_source'] or ''
+    found = re.search(r'([\d.]+) (Gb|Tb|GB)/s (?:\w+ )?a (VM|node|GPU)', text)
+    if found is None or CHIPS[row.chip].platform != 'gpu':
+        return None
+    share = 1 if found[3] == 'GPU' else _GPUS_PER_HOST
+    return float(found[1]) * _RATES[found[2]] / share

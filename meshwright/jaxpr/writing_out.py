@@ -1,4 +1,4 @@
-"""Turns a traced function into steps, with calls inlined and unused results removed.
+"""Turns a traced function into steps, with calls inlined, unused results and zeros removed.
 
 jit(f)(x) = jit(g)(x) + 1        becomes        tanh  x -> a
 jit(g)(x) = tanh(x)                             add   a, 1 -> b
@@ -26,6 +26,7 @@ from meshwright.jaxpr.values import (
     Value,
     loop_counts,
 )
+from meshwright.jaxpr.zeros import drop_zeros
 from partitioning.hardware.jax_private import manual_axes
 from partitioning.products.flops import count_runs, open_jaxpr
 
@@ -40,10 +41,11 @@ def write_out(
     Args:
       jaxpr: the function.
       sizes: the size of each mesh axis. Axes of size 1 divide nothing, and are left out.
-      with_unused: whether to keep steps whose results nothing uses.
+      with_unused: whether to keep steps whose results nothing uses, and additions of zeros.
     """
     block = _Writer(sizes or {}, frozenset(), Place()).block(jaxpr)
     if not with_unused:
+        drop_zeros(block)
         remove_unused(block)
     return block
 

@@ -46,8 +46,8 @@ class ChipConstants:
 
     Attributes:
       matmul_efficiency: the share of the peak rate that matrix products reach while they compute.
-      product_traffic: the share of the traffic of their operands and results with the memory that
-        does not overlap with their computation.
+      product_traffic: the share of the traffic of their operands and results, and those of kernels,
+        with the memory that does not overlap with their computation.
       cycles_factor: the time of operations, as a multiple of the compiler's estimate.
       kernel_efficiency: the share of the peak rate that hand-written kernels reach.
       memory_efficiency: the share of the memory's bandwidth that other operations reach.

@@ -217,13 +217,18 @@ def _work_of(step: Step, arguments: Sequence[Any]) -> KernelWork:
 
 
 def _width_of(jaxpr: Any) -> int:
-    """The smallest size of the products of a kernel; 0 if it has none."""
+    """The smallest side of what a kernel keeps in the matrix unit; 0 if it has no products.
+
+    It is the right operand of a product, of summed elements and columns, through which the rows of
+    the left one stream.
+    """
     sizes = []
     for equation in jaxpr.eqns:
         if equation.primitive.name == 'dot_general':
-            (summed, _), _ = equation.params['dimension_numbers']
-            left, result = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-            sizes += [n for d, n in enumerate(left) if d in summed] + list(result)
+            (_, summed), (_, batch) = equation.params['dimension_numbers']
+            right = equation.invars[1].aval.shape
+            columns = math.prod(n for d, n in enumerate(right) if d not in (*summed, *batch))
+            sizes += [math.prod(right[d] for d in summed), columns]
         sizes += [n for n in (_width_of(open_jaxpr(b)[0]) for b in bodies_of(equation)) if n]
     return min(sizes, default=0)
 

@@ -71,9 +71,15 @@ class Loads:
 
 def find_loads(work: Work, machine: Machine) -> Loads:
     """Returns how long the work of a step would take on a machine at peak rates."""
-    chip = CHIPS[work.chip]
-    peak, bandwidth = chip.peak_flops_per_device, chip.hbm_bandwidth / chip.devices
-    products = work.layers.products if work.layers else ()
+    chip = machine.chip
+    separate = machine.num_granules if chip.platform == 'tpu' else machine.size
+    exchanges = _find_exchanges(work, machine)
+    return add_up(work, exchanges, num_separate=separate, num_processes=machine.num_processes)
+
+
+def _find_exchanges(work: Work, machine: Machine) -> tuple[ExchangeLoad, ...]:
+    """The exchanges of a step, together by kind and mesh axes."""
+    peak = machine.chip.peak_flops_per_device
     on_tpus = machine.chip.platform == 'tpu'
     fast, between = ('ICI', 'DCN') if on_tpus else ('NVLink', 'network')
     exchanges: dict[str, ExchangeLoad] = {}
@@ -93,6 +99,16 @@ def find_loads(work: Work, machine: Machine) -> Loads:
         load.count += collective.count
         load.phases += _phases(collective, links) * collective.count
         load.hops += links.hops * collective.count
+    return tuple(exchanges.values())
+
+
+def add_up(
+    work: Work, exchanges: tuple[ExchangeLoad, ...], *, num_separate: int, num_processes: int
+) -> Loads:
+    """Returns the parts of a step whose exchanges are known; `Loads` explains the arguments."""
+    chip = CHIPS[work.chip]
+    peak, bandwidth = chip.peak_flops_per_device, chip.hbm_bandwidth / chip.devices
+    products = work.layers.products if work.layers else ()
     return Loads(
         chip=work.chip,
         products=(work.matmul_flops + sum(_added(p, chip) for p in products)) / peak,
@@ -102,10 +118,10 @@ def find_loads(work: Work, machine: Machine) -> Loads:
         estimated_others=work.other_seconds,
         kernels=sum(_padded(kernel, chip) for kernel in work.kernels) / peak,
         kernel_memory=sum(kernel.nbytes for kernel in work.kernels) / bandwidth,
-        exchanges=tuple(exchanges.values()),
+        exchanges=exchanges,
         host_bytes=work.host_bytes,
-        num_separate=machine.num_granules if on_tpus else machine.size,
-        num_processes=machine.num_processes,
+        num_separate=num_separate,
+        num_processes=num_processes,
     )
 
 
@@ -114,14 +130,12 @@ def _added(product: Product, chip: Chip) -> float:
     return (product.padding(chip.matrix_unit) / chip.speed_of(product.dtype) - 1) * product.flops
 
 
-_LANES = 128  # of a TPU's registers, to which kernels pad the last dimension of an array
-
-
 def _padded(kernel: KernelWork, chip: Chip) -> float:
-    """The FLOPs of a kernel, with those on padding: heads of 64 fill half of the lanes of a TPU."""
-    if chip.platform != 'tpu' or not 0 < kernel.width < _LANES:
+    """The FLOPs of a kernel, with those on padding: heads of 128 fill half of a unit of 256."""
+    unit = chip.matrix_unit
+    if chip.platform != 'tpu' or not 0 < kernel.width < unit:
         return kernel.flops
-    return kernel.flops * _LANES / kernel.width
+    return kernel.flops * unit / kernel.width
 
 
 def _phases(collective: Collective, links: Links) -> int:

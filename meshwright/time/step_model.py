@@ -136,10 +136,8 @@ def _computing(loads: Loads, constants: ChipConstants) -> Iterator[TimePart]:
         products = math.sqrt(products * loads.estimated_products * constants.cycles_factor)
     if loads.estimated_others is not None:
         others = math.sqrt(others * loads.estimated_others * constants.cycles_factor)
-    kernels = max(
-        loads.kernels / constants.kernel_efficiency,
-        loads.kernel_memory / constants.memory_efficiency,
-    )
+    kernels = loads.kernels / constants.kernel_efficiency
+    kernels += loads.kernel_memory * constants.product_traffic
     times = {'matrix products': products, 'other operations': others, 'kernels': kernels}
     for name, seconds in times.items():
         yield TimePart(name=name, seconds=seconds, exposed=seconds)

@@ -25,7 +25,8 @@ class KernelWork:
       count: the number of executions in one call.
       forward_flops: the part of `flops` outside of the backward pass; nan if it is not known, as
         for stored work from which only a step time is computed.
-      width: the smallest size of its products, such as the size of a head; 0 if it is not known.
+      width: the smallest side of what its products keep in the matrix unit, such as the size of a
+        head; 0 if it is not known.
     """
 
     name: str
