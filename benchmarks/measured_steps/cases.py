@@ -22,7 +22,7 @@ from meshwright.time.work import Origin
 from partitioning.hardware import CHIPS, describe_topology
 
 from .fitting import Case
-from .own_records import loads_of, read_own
+from .own_records import loads_of
 from .program import Program
 from .rebuilding import find_listed, list_programs, rebuild
 from .records import with_copies
@@ -32,15 +32,16 @@ from .rows import MeasuredRow, load_rows, network_bandwidth_of
 def list_cases(
     traced: Mapping[str, Mapping[str, Any]],
     compiled: Mapping[str, Mapping[str, Any]],
+    own: Mapping[str, Mapping[str, Any]],
 ) -> tuple[list[Case], dict[str, str]]:
     """Returns the cases of all rows, and for each row without a case why it has none.
 
     A row has one case for its traced program, which is the measured one if that was recorded and
     otherwise ours, and one for our compiled program if there is one.
 
-    The records of ours are by the name of the program.
+    The records of ours are by the name of the program, and `own` by the name of the row.
     """
-    listed, own = list_programs(), read_own()
+    listed = list_programs()
     cases: list[Case] = []
     reasons: dict[str, str] = {}
     for row in load_rows():

@@ -107,12 +107,15 @@ def _domain_of(fit: Fit, cases: Sequence[Case], growth: float) -> Domain:
 def _growth(
     fit: Fit, platform: str, traced: Sequence[Case], left_out: Sequence[Forecasted]
 ) -> float:
-    """The largest growth of the logarithm of an error with each doubling outside of a domain."""
+    """The largest growth of the logarithm of an error with each doubling outside of a domain.
+
+    Rows of experts or 8 bits do not count, because their errors come from their kinds.
+    """
     far = [0.0]
     by_formula = [one for one in left_out if one.case.origin == 'jaxpr']
     for one in by_formula:
         case = one.case
-        if case.platform != platform:
+        if case.platform != platform or not case.dense:
             continue
         others = [other for other in traced if other.family != case.family]
         domain = _domain_of(fit, _alike(others, case.chip, platform), 0.0)

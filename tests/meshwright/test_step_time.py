@@ -44,6 +44,11 @@ def pod():
     return describe_machine(mesh_of(tpus((16, 16, 1), 'TPU v5 lite'), model=16, data=16))
 
 
+def wide_pod():
+    """A pod of v6e, whose matrix units have twice the side."""
+    return describe_machine(mesh_of(tpus((16, 16, 1), 'TPU v6 lite'), model=16, data=16))
+
+
 def seconds_of(collective, machine):
     return time_exchange(collective, links_of(collective, machine), machine)
 
@@ -254,15 +259,18 @@ def test_products_of_8_bits_run_at_the_rate_of_their_type():
         assert product.dtype == found and ('products of 8 bits' in layers.kinds) == bool(found)
 
 
-def test_kernels_pad_heads_to_the_lanes_of_registers():
-    """Heads of 64 take as long as heads of 128 with twice the operations."""
-    flash = KernelWork(name='flash', flops=1e14, nbytes=0.0, count=1, width=64)
-    wide = dataclasses.replace(flash, flops=2e14, width=128)
-    times = [
-        estimate_step_time(dataclasses.replace(NOTHING, kernels=(one,)), pod()).seconds
-        for one in (flash, wide)
-    ]
-    assert times[0] == pytest.approx(times[1])
+def test_kernels_pad_heads_to_matrix_units():
+    """Heads of 64 on v5e, and of 128 on v6e, fill half of a unit: they take twice as long."""
+    for machine, width in (pod(), 64), (wide_pod(), 128):
+        heads = KernelWork(name='flash', flops=1e14, nbytes=0.0, count=1, width=width)
+        whole = dataclasses.replace(heads, flops=2e14, width=2 * width)
+        times = [
+            estimate_step_time(
+                dataclasses.replace(NOTHING, chip=machine.chip.name, kernels=(one,)), machine
+            ).seconds
+            for one in (heads, whole)
+        ]
+        assert times[0] == pytest.approx(times[1])
 
 
 def test_the_range_is_wider_outside_of_measured_steps():

@@ -1,6 +1,7 @@
 """The exchanges and products of traced functions, against counts by hand and compiled programs."""
 
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -165,3 +166,33 @@ def test_gradients_cross_between_slices_as_shards(mesh):
         if collective.total_bytes > 100:
             found[collective.network, collective.group_size] += collective.total_bytes
     assert found == {('ici', 2): 2 * WEIGHTS, ('dcn', 2): 2 * WEIGHTS / 2}
+
+
+def add_up_by_parts(head, up, parts, *, of_up):
+    """Adds up the gradients of a loss by its parts, which do not use `up`."""
+
+    def loss(weights, part):
+        return jnp.sum(jnp.tanh(part @ weights['head']))
+
+    def add(total, part):
+        return jax.tree.map(jnp.add, total, jax.grad(loss)(weights, part)), None
+
+    weights = {'head': head} | ({'up': up} if of_up else {})
+    total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, weights), parts)
+    used = jnp.tanh(up)
+    return head + total['head'], used + total['up'] if of_up else used
+
+
+def test_zeros_that_a_loop_adds_up_cost_nothing(mesh):
+    """Compilers do not carry them, so it is as if nobody had asked for the gradient of `up`."""
+    shapes = (WIDTH, HIDDEN), (8 * WIDTH, HIDDEN), (4, 128, WIDTH)
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    found = []
+    for of_up in True, False:
+        traced = trace_function(
+            jax.jit(functools.partial(add_up_by_parts, of_up=of_up)), *args, mesh=mesh
+        )
+        (loop,) = (step for step in traced.block.steps if step.name == 'scan')
+        assert [value.shape for value in loop.outputs] == [(WIDTH, HIDDEN)]
+        found.append(estimate_work(traced, CHIPS['v5e']).other_bytes)
+    assert found[0] == found[1]

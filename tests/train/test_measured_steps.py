@@ -25,6 +25,7 @@ from benchmarks.measured_steps.fitting import (
     Free,
     fit_constants,
 )
+from benchmarks.measured_steps.own_records import read_own
 from benchmarks.measured_steps.rebuilding import (
     count_parameters,
     list_programs,
@@ -60,7 +61,8 @@ REBUILT = {name: p for name, row in ROWS.items() if not isinstance(p := rebuild(
 )
 def test_forecasts_of_all_rows_are_the_committed_ones(capsys, monkeypatch):
     monkeypatch.delenv('XLA_FLAGS', raising=False)  # other compilers do not know conftest's flags
-    cases, reasons = list_cases(records.read_records(records.TRACED), records.read_records())
+    recorded = records.read_records(records.TRACED), records.read_records()
+    cases, reasons = list_cases(*recorded, read_own())
     forecast_truth.print_forecasts(cases, reasons)
     committed = Path(records.__file__).with_name('forecast_truth.txt').read_text()
     assert committed == capsys.readouterr().out
@@ -69,7 +71,8 @@ def test_forecasts_of_all_rows_are_the_committed_ones(capsys, monkeypatch):
 def test_no_compiled_program_is_below_the_bound_of_its_formulas():
     """36 programs of four chips, of which the compiler's forecast and the formulas are kept."""
     pairs = collections.defaultdict(dict)
-    for case in list_cases(records.read_records(records.TRACED), records.read_records())[0]:
+    recorded = records.read_records(records.TRACED), records.read_records()
+    for case in list_cases(*recorded, own={})[0]:
         if case.dense:
             pairs[case.name][case.origin] = busy_parts(case.loads, constants_of(CHIPS[case.chip]))
     found = {}

@@ -20,6 +20,7 @@ from benchmarks.measured_steps.own_cases import (
     score_own,
 )
 from benchmarks.measured_steps.own_programs import Programs, read_found, run_campaign
+from benchmarks.measured_steps.own_records import with_slices
 from benchmarks.measured_steps.rows import MeasuredRow, load_rows
 from meshwright.time.step_model import StepTime
 
@@ -255,3 +256,22 @@ def test_the_table_says_what_does_not_fit_and_what_is_missing(capsys):
     assert 'its program is of NeMo' in out.partition('without a forecast')[2]
     [line] = [line for line in out.splitlines() if line.startswith('v6e-8-mistral-7b')]
     assert '-5.0%' in line and line.split()[-2:] == ['no', '20']
+
+
+def test_programs_stand_for_rows_with_other_numbers_of_slices():
+    """A ring over 4 slices sends 3/4 of an array in 3 phases, and over 2 slices 1/2 in one."""
+    record = {
+        'exchanges': [
+            {'name': 'inside', 'slow': False, 'seconds': 1.0, 'phases': 0},
+            {'name': 'between', 'slow': True, 'seconds': 3.0, 'phases': 30},
+        ],
+        'num_separate': 4,
+        'num_processes': 256,
+    }
+    two, one = (with_slices(record, 4, slices) for slices in (2, 1))
+    assert two['exchanges'] == [
+        record['exchanges'][0],
+        {'name': 'between', 'slow': True, 'seconds': pytest.approx(2.0), 'phases': 10},
+    ]
+    assert (two['num_separate'], two['num_processes']) == (2, 128)
+    assert one['exchanges'] == record['exchanges'][:1] and one['num_processes'] == 64
