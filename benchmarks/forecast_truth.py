@@ -82,8 +82,8 @@ LACKS = {
         'explain it',
     ),
     'v6e-256-gpt3-175b-int8': (
-        'products for the gradients of weights count as twice as fast in 8 bits, and libtpu estimates '
-        'no gain for them'
+        'products for the gradients of weights count as twice as fast in 8 bits, and libtpu '
+        'estimates no gain for them'
     ),
     'v5p-2048-maxtext-1024b-s2': (
         'twice the chips with the same work each took 15% less, so that one of both is an outlier'

@@ -122,4 +122,3 @@ def _make_record(row: MeasuredRow, found: Mapping[str, Any]) -> dict[str, Any]:
         'peak_by_formula': found['peak_by_formula'],
         'cpu_seconds': round(found['seconds']['all']),
     }
-

@@ -120,7 +120,7 @@ def record_work(work: Work) -> dict[str, Any]:
 
 
 def _record_layers(layers: Layers) -> dict[str, Any]:
-    """The products of a step, each as a list of its sizes, FLOPs, bytes and type if that has 8 bits."""
+    """The products of a step: each its sizes, FLOPs, bytes, and its type if that has 8 bits."""
     products = [
         [p.rows, p.summed, p.columns, p.flops, p.nbytes, *([p.dtype] if p.dtype else [])]
         for p in layers.products
