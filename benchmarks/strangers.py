@@ -159,8 +159,8 @@ def replay(port: int) -> None:
 def other_secret(port: int) -> None:
     """Runs process 1 itself, with another secret."""
     address = f'--coordinator_address=127.0.0.1:{port}'
-    place = ['--process_count=2', '--process_index=1', '--init_seconds=20']
-    command = [sys.executable, '-m', 'train', 'run.gin', address, *place]
+    place = ['--process_count=2', '--process_index=1', '--init_seconds=20', '--cpu_devices=1']
+    command = [sys.executable, '-m', 'train', 'run.gin', '--gin.MODEL_DIR=own', address, *place]
     env = os.environ | {'MESHWRIGHT_SECRET': 'a guess of someone who was not told the secret'}
     subprocess.run(command, env=env, capture_output=True, check=False)
 

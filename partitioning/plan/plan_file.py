@@ -189,6 +189,10 @@ def _is_axes(value: Any) -> bool:
     return value is None or isinstance(value, str)
 
 
+def _is_mesh_axes(value: Any) -> bool:
+    return _is_axes(value) and '' not in (value if isinstance(value, list) else [value])
+
+
 def _is_rule(value: Any) -> bool:
     return _is_pair(value) and isinstance(value[0], str) and _is_axes(value[1])
 
@@ -202,7 +206,7 @@ _AXES = (_is_axes, 'a name, a list of mesh axes or null')
 # The entries of a dimension, each with its check and what it must be.
 _DIMENSION: dict[str, tuple[Callable[[Any], bool], str]] = {
     'name': _AXES,
-    'axes': _AXES,
+    'axes': (_is_mesh_axes, _AXES[1]),
     'reason': (lambda x: isinstance(x, str), 'a text'),
     'rule': (_is_rule, 'a [logical axis, mesh axes] pair'),
     'lost': (

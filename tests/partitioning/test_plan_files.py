@@ -198,7 +198,7 @@ WRONG_VALUES = {
 }
 WRONG_IN_DIMENSION = {
     'name': [3, [3], {}, True],
-    'axes': ['modle', ['model', 'model'], 3, [3], {'model': 2}, True],
+    'axes': ['modle', ['model', 'model'], 3, [3], {'model': 2}, True, '', ['']],
     'reason': [None, 3, ['a rule shards it']],
     'rule': ['mlp', ['mlp'], ['mlp', 3], 3, {}],
     'lost': ['mlp', 3, [3], [['mlp', 'model']], [[['mlp', 3], 'why']], {}],
