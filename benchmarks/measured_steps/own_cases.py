@@ -20,7 +20,7 @@ from partitioning.hardware import CHIPS, describe_topology
 from partitioning.hardware.topology import split_slices
 
 from .own_programs import read_found, read_text
-from .rows import MeasuredRow, network_bandwidth_of
+from .rows import MeasuredRow, load_rows, network_bandwidth_of
 from .scoring import rank_correlation, summarize_errors
 
 _GAP = 0.01  # of parameters or FLOPs, from which a program is told as another one
@@ -59,6 +59,8 @@ def forecast_rows(
     """
     forecasts: list[OwnForecast] = []
     reasons: dict[str, str] = {}
+    # A file of few rows says nothing about the usual MFU of a chip.
+    known = {row.name: row for row in (*load_rows(), *rows)}.values()
     for row in rows:
         found = read_found(row)
         if isinstance(found, str):
@@ -70,7 +72,7 @@ def forecast_rows(
         work = read_stored_work(found, text, mesh) if text else None
         compiled = estimate_step_time(work, machine) if work else None
         traced = estimate_step_time(from_plain(Work, found['work'], 'work'), machine)
-        naive = naive_forecast(row, rows)
+        naive = naive_forecast(row, known)
         forecasts.append(
             OwnForecast(row=row, found=found, compiled=compiled, traced=traced, naive=naive)
         )
