@@ -176,7 +176,17 @@ def edit(index, **changes):
     (index / 'index.json').write_text(json.dumps(meta | changes))
 
 
+def edit_dtype(index):
+    """Says that tokens have no bytes, with the right checksum."""
+    meta = json.loads((index / 'index.json').read_text())
+    del meta['checksum']
+    meta['parts']['training']['dtype'] = 'V0'
+    meta['checksum'] = token_index._checksum(meta)
+    (index / 'index.json').write_text(json.dumps(meta))
+
+
 DAMAGE = {
+    'tokens of no bytes': edit_dtype,
     'no index.json': lambda d: (d / 'index.json').unlink(),
     'empty index.json': lambda d: (d / 'index.json').write_bytes(b''),
     'garbage': lambda d: (d / 'index.json').write_bytes(b'\xff garbage'),

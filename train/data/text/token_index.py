@@ -183,7 +183,10 @@ def _open(directory: Path, settings: Any) -> TokenIndex:
         return TokenIndex(**streams, content_hash=meta['content_hash'], directory=directory)
     except ConfigError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+    except (
+        *(OSError, ValueError, KeyError, TypeError, AttributeError, EOFError),
+        ZeroDivisionError,  # a type of no bytes
+    ) as error:
         raise ConfigError(
             f'token index {directory} is damaged ({first_line(error)}): delete it, and the next '
             'run builds it again'
