@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from meshwright.causes.cause import Cause, Change, RuleChange, over, what_is
 from meshwright.causes.data_flow import Place
 from meshwright.causes.evidence import layout_of
-from meshwright.causes.layouts import names_by_axes
+from meshwright.causes.layouts import KnownLayouts, axes_of_row, names_by_axes
 from meshwright.causes.possible_changes import PossibleChanges
 from meshwright.causes.value_matching import Matcher
 from meshwright.jaxpr import MemoryEstimate, TracedProgram
 from meshwright.jaxpr.naming import name_values
-from meshwright.jaxpr.values import Value
+from meshwright.jaxpr.values import Axes, Value
 from meshwright.program.hlo_text import ArrayType
 from meshwright.program.peak_memory import LiveArray
 from meshwright.user_lines import user_line
@@ -67,6 +67,7 @@ def _explain_value(value: Value, source: str, array: ArrayType, possible: Possib
     layouts = possible.layouts
     layout = layout_of(value, array, layouts)
     unused = layouts.unused_axes(layout) if layout else ()
+    unused = tuple(axis for axis in unused if axis not in value.manual)
     is_stacked = bool(value.loop) and not value.backward
     changes: list[Change] = []
     if unused:
@@ -82,7 +83,9 @@ def _explain_value(value: Value, source: str, array: ArrayType, possible: Possib
         kept = 'keeps for the backward pass in' if possible.graph.has_backward else 'returns of'
         why = f'{what_is(value)}, which the loop at {loop} {kept} each iteration'
     elif value.argument:
-        why = f'{value.argument}, gathered for use' if layout else value.argument
+        why = value.argument + (
+            ', gathered for use' if _is_gathered(value, layout, layouts) else ''
+        )
     elif value.gradient_of:
         why = what_is(value)
     if unused and (value.argument or changes):
@@ -97,6 +100,16 @@ def _explain_value(value: Value, source: str, array: ArrayType, possible: Possib
         suspect=suspect,
         all_changes=tuple(dict.fromkeys(changes)),
     )
+
+
+def _is_gathered(value: Value, layout: tuple[Axes, ...], layouts: KnownLayouts) -> bool:
+    """Whether an array has all of an argument along a mesh axis that shards the argument."""
+    row = layouts.rows.get(value.argument)
+    if not layout or row is None:
+        return False
+    held = {axis for axes in layout for axis in axes} | value.manual
+    sharding = {axis for axes in axes_of_row(row) for axis in axes}
+    return any(layouts.sizes.get(axis, 1) > 1 for axis in sharding - held)
 
 
 def explain_replicated(row: PlanRow, possible: PossibleChanges) -> Cause | None:

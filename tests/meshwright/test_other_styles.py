@@ -326,3 +326,24 @@ def test_without_time_changes_are_told_as_not_tried():
     assert line_of(loss, 'whole =') in first.where and 'not tried; by formula' in first.text
     with pytest.raises(ValueError, match='seconds=-1 must be at least 0'):
         explain(*args, seconds=-1)
+
+
+def use_shards(x, w):
+    def body(x, w):
+        narrow = w.astype('bfloat16')
+        return jax.lax.psum(jnp.tanh(x @ narrow) @ narrow.T, 'model')
+
+    specs = P('data'), P(None, 'model')
+    mesh = make_mesh(model=4, data=2)
+    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P('data'))(x, w)
+
+
+def test_a_shard_in_another_type_is_not_called_gathered():
+    mesh = make_mesh(model=4, data=2)
+    asked = explain(
+        jax.jit(use_shards),
+        struct(mesh, (64, 512), 'data'),
+        struct(mesh, (512, 2048), None, 'model'),
+    )
+    (why,) = [row.why for row in asked.buffers if 'f32[512,512]' in str(row)]
+    assert 'gathered' not in why and 'has all of it' not in why

@@ -1,5 +1,6 @@
 """The command `meshwright`: its help, its names of runs, meshes and plans."""
 
+import os
 import re
 import subprocess
 import sys
@@ -24,6 +25,15 @@ def test_the_help_has_an_example_of_each_command(capsys, arguments):
         [number] = [n for n, line in enumerate(lines) if line.split()[:1] == [name]]
         assert f'$ meshwright {name} ' in lines[number + 1]
     assert max(map(len, lines)) <= 80
+
+
+def test_output_that_nobody_reads_ends_in_silence():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, '-m', 'train.cli', '--help']
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, b'')  # as a shell tells of SIGPIPE
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import select
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -20,26 +22,43 @@ watchdog, a store or another process stopped it with work left, 130 after Ctrl-C
 repeat the command."""
 
 
+_UNREAD = 128 + signal.SIGPIPE
+
+
 def run_until_signal(command: Callable[[], int], line: str) -> int:
     """Runs a command. After a signal it prints how to resume, without a traceback.
 
-    Returns the exit code of the command, 75 after SIGTERM or SIGHUP, or 130 after Ctrl-C. The
-    process of an interrupted command ends here, without waiting for threads that compile.
+    Returns the exit code of the command, 75 after SIGTERM or SIGHUP, 130 after Ctrl-C, or 141 if
+    the reader of its output is gone, as in `meshwright --help | head -1`. The process of an
+    interrupted command ends here, without waiting for threads that compile.
     """
     signals.handling.command = line
     try:
         with signals.handle():
             code = command()
+            sys.stdout.flush()
         signals.finish(code)
         return code
     except Interrupted as interrupted:
         text, code = str(interrupted), interrupted.exit_code
     except KeyboardInterrupt as interrupted:  # with several processes, or a second signal
         text, code = str(interrupted) or 'stopped by SIGINT', AFTER_CTRL_C
+    except BrokenPipeError:  # of the output, or of a connection
+        if not _is_unread(sys.stdout.fileno()):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _UNREAD
     gc.collect()  # removes the temporary folders of what the error has referred to
     with contextlib.suppress(OSError):
         print(f'{text}{how_to_resume()}', file=sys.stderr, flush=True)
     return signals.end_process(code)
+
+
+def _is_unread(pipe: int) -> bool:
+    """Whether the other end of an open pipe is closed."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLOUT)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def line_of_process(name: str) -> str:
