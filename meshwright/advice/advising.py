@@ -177,6 +177,8 @@ def _concerned(
         value = None if evidence is None else evidence.value
         if n in taken or value is None:
             continue
+        if variant.compiled is not None and key_of(collective) not in variant.gone:
+            continue
         path = value.gradient_of or value.update_of or value.argument
         if path not in paths or path not in rows:
             continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax.sharding import Mesh
@@ -36,6 +36,7 @@ _UNNEEDED = 1.5  # how often more a program sends if its layouts have spread wro
 _LESS, MORE = 0.97, 1.01
 
 Key = tuple[str, tuple[str, ...], tuple[str, ...], str]
+Part = tuple[object, ...]  # a part of a key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,26 +218,36 @@ class Measured:
         return lower and all(after <= MORE * figure for after, figure in pairs)
 
     def gone(self, before: Measured) -> frozenset[Key]:
-        """The exchanges of another one that are gone, and not only there with other arrays."""
-        mine, theirs = self._by_line(), before._by_line()
+        """The exchanges of another one that are gone, and not only there with other arrays.
+
+        An exchange that is there at another line, or as another kind at its line, is not gone.
+        """
+        at, of = (self._less_than(before, part) for part in (_line_of, _kind_of))
         return frozenset(
             key
             for key, nbytes in before.exchanges.items()
-            if self.exchanges.get(key, 0.0) < nbytes / 2
-            and theirs[_line_of(key)] - mine[_line_of(key)] > nbytes / 2
+            if self.exchanges.get(key, 0.0) < nbytes / 2 < min(at[_line_of(key)], of[_kind_of(key)])
         )
 
-    def _by_line(self) -> Mapping[tuple[object, ...], float]:
-        sums: dict[tuple[object, ...], float] = collections.defaultdict(float)
-        for key, nbytes in self.exchanges.items():
-            sums[_line_of(key)] += nbytes
+    def _less_than(self, before: Measured, part: Callable[[Key], Part]) -> Mapping[Part, float]:
+        """The bytes that another one sends more than this one, by a part of the exchanges."""
+        sums: dict[Part, float] = collections.defaultdict(float)
+        for measured, sign in ((before, 1), (self, -1)):
+            for key, nbytes in measured.exchanges.items():
+                sums[part(key)] += sign * nbytes
         return sums
 
 
-def _line_of(key: Key) -> tuple[object, ...]:
+def _line_of(key: Key) -> Part:
     """The axes and the line of an exchange, whatever its arrays and its kind."""
     _, axes, _, source = key
     return axes, source
+
+
+def _kind_of(key: Key) -> Part:
+    """The kind and the axes of an exchange, whatever its arrays and its line."""
+    kind, axes, _, _ = key
+    return kind, axes
 
 
 def measure_costs(costs: ProgramCosts, seconds: float | None) -> Measured:

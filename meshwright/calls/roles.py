@@ -35,9 +35,9 @@ def find_roles(jaxpr: Any, paths: Sequence[tuple[str, ...]]) -> list[ArgumentRol
     """The role of each array of the arguments.
 
     Names that say what an array is for count first. Otherwise, arrays of floats that a model
-    computes with are parameters if the function returns arrays of their shapes, or if their
-    argument has several of them; those that are only updated are of the optimizer; and arrays that
-    are not returned are of the batch.
+    computes with are parameters if the function returns arrays of their shapes, if their argument
+    has several of them, or if a batch is named that has another number of rows; those that are only
+    updated are of the optimizer; and arrays that are not returned are of the batch.
 
     Args:
       jaxpr: the trace, a ClosedJaxpr.
@@ -54,6 +54,11 @@ def find_roles(jaxpr: Any, paths: Sequence[tuple[str, ...]]) -> list[ArgumentRol
         if used and aval.shape
     }
     most = max(several.values(), default=0)
+    rows = {
+        aval.shape[0]
+        for path, aval in zip(paths, jaxpr.in_avals, strict=True)
+        if aval.shape and named_role(path, aval) == 'batch'
+    }
     found: list[ArgumentRole] = []
     for path, aval, used in zip(paths, jaxpr.in_avals, computed, strict=True):
         role, shape = named_role(path, aval), tuple(aval.shape)
@@ -63,7 +68,9 @@ def find_roles(jaxpr: Any, paths: Sequence[tuple[str, ...]]) -> list[ArgumentRol
         if role == 'parameters' and set(path) & MODELS and is_float and shape and not used:
             role = 'optimizer' if is_state and shape in shapes else role
         if role == 'other' and shape:
-            if is_float and used and (is_state or several[path[:1]] > _FEW):
+            # Frozen matrices in a dictionary have other rows than the batch.
+            is_frozen = bool(rows) and len(path) > 1 and shape[0] not in rows
+            if is_float and used and (is_state or several[path[:1]] > _FEW or is_frozen):
                 role = 'parameters'
             elif is_float and is_state and shape in shapes:
                 role = 'optimizer'

@@ -172,17 +172,22 @@ def _written(operation: str) -> str:
 def _explain_gradient(move: Move) -> Cause:
     path, axes, possible = move.value.gradient_of, move.evidence.axes, move.possible
     layouts = possible.layouts
+    row, rule = layouts.rows.get(path), ''
     if set(axes) <= set(layouts.batch_axes):
         why = (
             f'each device along {over(axes)} has the gradient of {path} for its own rows of the '
             'batch, and their sum is needed'
+        )
+    elif row is not None and set(axes) <= {a for own in axes_of_row(row) for a in own}:
+        why = (
+            f'each device along {over(axes)} computes a part of the gradient of {path}, and their '
+            'sum is needed'
         )
     else:
         why = (
             f'{path} is not sharded over {over(axes)}, along which its gradient is computed in '
             'parts'
         )
-    row, rule = layouts.rows.get(path), ''
     unused = [a for a in layouts.unused_by(row) if a not in layouts.batch_axes]
     if row is not None and unused:
         why += f'; it is whole along {over(unused)}: {row.reason}'

@@ -17,6 +17,7 @@ from meshwright.report.suggestions import (
     Suggestion,
     list_suggestions,
     nothing_to_change,
+    refer_to,
 )
 from meshwright.report.tried import tried_text
 from partitioning.amounts import bytes_str
@@ -194,7 +195,8 @@ def _lines(explained: Explained) -> Iterator[str]:
         if title != titles[0]:
             yield ''
         yield title
-        yield from (hanging(_WIDTH).fill(row.text(most)) for row in rows[:_LISTED])
+        texts = (refer_to(suggestions[:SUGGESTED], row.text(most)) for row in rows[:_LISTED])
+        yield from map(hanging(_WIDTH).fill, texts)
         if len(rows) > _LISTED:
             rest = sum(row.nbytes for row in rows[_LISTED:])
             yield f'  and {len(rows) - _LISTED} more, {bytes_str(rest, most)} together'

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from meshwright.causes import Cause
 from meshwright.causes.cause import ASKED, CodeChange, JoinedChange, LayoutChange, StateChange
@@ -74,6 +74,14 @@ def list_suggestions(forecast: Forecast) -> tuple[Suggestion, ...]:
             found.append(one)
             places.add(one.where)
     return tuple(found)
+
+
+def refer_to(suggestions: Sequence[Suggestion], line: str) -> str:
+    """A line of a list that ends with a change, which is written out above it already."""
+    for one in suggestions:
+        if line.endswith(f'; {one.text}'):
+            return f'{line.removesuffix(one.text)}the change of {one.where} above'
+    return line
 
 
 def nothing_to_change(forecast: Forecast) -> str:

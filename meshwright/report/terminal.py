@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,12 @@ from meshwright.report.figures import (
     verdict,
 )
 from meshwright.report.forecasts import Forecast, Replicated
-from meshwright.report.suggestions import SUGGESTED, list_suggestions, nothing_to_change
+from meshwright.report.suggestions import (
+    SUGGESTED,
+    list_suggestions,
+    nothing_to_change,
+    refer_to,
+)
 from meshwright.report.time_words import range_sentence
 from meshwright.report.tried import tried_text
 
@@ -97,7 +103,9 @@ def _lists_below(forecasts: Sequence[Forecast], width: int) -> Iterator[str]:
 def _sections(forecast: Forecast) -> Iterator[tuple[str, list[str]]]:
     yield 'what to change first', list(_suggestions(forecast))
     yield 'replicated', list(_replicated(forecast))
-    yield 'largest exchanges', list(_exchanges(forecast))[:_FEW]
+    told = list_suggestions(forecast)[:SUGGESTED]
+    exchanges = itertools.islice(_exchanges(forecast), _FEW)
+    yield 'largest exchanges', [refer_to(told, line) for line in exchanges]
     origin = source_name(forecast.memory.buffers_from, forecast)
     yield f'largest buffers ({origin})', list(_buffers(forecast))
     yield 'what would make it fit', list(_changes(forecast))

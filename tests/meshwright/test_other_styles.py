@@ -14,6 +14,7 @@ from meshwright import explain, forecast, lint
 from meshwright.advice.advising import next_to_compiled
 from meshwright.advice.trials import Trials
 from meshwright.calls.call import read_call
+from meshwright.calls.roles import find_roles
 from meshwright.causes.cause import Cause, Effect
 from meshwright.report.explained import ExplainedRow
 from meshwright.user_lines import CONSTRAINING, array_at
@@ -347,3 +348,71 @@ def test_a_shard_in_another_type_is_not_called_gathered():
     )
     (why,) = [row.why for row in asked.buffers if 'f32[512,512]' in str(row)]
     assert 'gathered' not in why and 'has all of it' not in why
+
+
+def average(params, slow, batch):
+    def loss(params):
+        x = batch
+        for w in params['layers']:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    gradients = jax.grad(loss)(params)
+    params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+    return params, jax.tree.map(lambda s, p: 0.9 * s + 0.1 * p, slow, params)
+
+
+@functools.cache
+def ask_average():
+    mesh = make_mesh(data=8)
+    sharded = {'layers': [struct(mesh, (256, 256), 'data')] * 2}
+    whole = {'layers': [struct(mesh, (256, 256))] * 2}
+    results = jax.tree.map(lambda x: x.sharding, (sharded, whole))
+    step = jax.jit(average, donate_argnums=(0, 1), out_shardings=results)
+    return explain(step, sharded, whole, struct(mesh, (64, 256), 'data'))
+
+
+def test_only_what_a_compiled_change_removes_is_avoidable():
+    # With the average laid out like its parameters, gradients are still summed over the devices.
+    rows = ask_average().exchanges
+    assert {row.kind for row in rows if row.avoidable} == {'all-gather'}
+    [summed] = [row for row in rows if row.kind == 'all-reduce']
+    assert 'slow' not in summed.why and not summed.change
+
+
+def test_a_change_is_written_out_once():
+    text = ' '.join(str(ask_average()).split())
+    assert text.count("lay out slow/layers/0 as PartitionSpec('data', None)") == 1
+    assert '(avoidable); the change of slow/layers/0 above' in text
+
+
+def tune(params, frozen, x):
+    def loss(params):
+        hidden = jnp.tanh(x @ frozen['up'] + x @ params['a'] @ params['b'])
+        return jnp.mean((hidden @ frozen['down']) ** 2)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def test_frozen_matrices_are_not_the_batch():
+    mesh = make_mesh(data=4, model=2)
+    params = {'a': struct(mesh, (512, 8)), 'b': struct(mesh, (8, 2048), None, 'model')}
+    frozen = {
+        'up': struct(mesh, (512, 2048), None, 'model'),
+        'down': struct(mesh, (2048, 512), 'model'),
+    }
+    x = struct(mesh, (64, 512), 'data')
+    step = jax.jit(tune, donate_argnums=0)
+    paths = [('params', 'a'), ('params', 'b'), ('frozen', 'down'), ('frozen', 'up'), ('x',)]
+    roles = find_roles(step.trace(params, frozen, x).jaxpr, paths)
+    assert roles == [*['parameters'] * 4, 'batch']
+    assert "the batch is sharded over 'model'" not in str(explain(step, params, frozen, x))
+
+
+def test_a_gradient_of_a_sharded_parameter_is_not_called_whole():
+    mesh = make_mesh(data=2, sequence=4)
+    w = struct(mesh, (512, 512), ('data', 'sequence'))
+    x = struct(mesh, (8, 128, 512), 'data', 'sequence')
+    step = make_step(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))
+    sums = [r.why for r in explain(step, w, x).exchanges if 'gradient' in r.array]
+    assert sums and not any('not sharded' in why for why in sums)
