@@ -137,6 +137,17 @@ def test_a_layer_keeps_exactly_the_arrays_with_the_names(capsys):
     assert names(Remat(save=['key'], offload=['query'])) == (['key'] * 2, ['2,128,8,8'] * 2)
 
 
+def test_a_loop_that_keeps_everything_copies_no_weights():
+    net, tokens = model(num_layers=3), jnp.zeros((2, 16), int)
+    params = {'params': jax.tree.map(lambda p: jnp.ones(p.shape), list_parameters(net.config))}
+    grad = jax.grad(lambda p: net.apply(p, tokens).sum())
+    traced = jax.make_jaxpr(grad)(params)
+    forward = next(e for e in traced.eqns if e.primitive.name == 'scan')
+    kept = [v.aval.shape for v in forward.outvars]
+    assert (3, 2, 16, 96) in kept, 'the hidden layers'
+    assert not {(3, 64, 96), (3, 96, 64), (3, 64, 8, 8), (3, 8, 8, 64)} & {*kept}
+
+
 def test_the_layers_of_t5_keep_exactly_the_arrays_with_the_names(capsys):
     tokens = jnp.ones((1, 4), jnp.int32)
     sizes = {'vocab_size': 8, 'emb_dim': 4, 'num_heads': 2, 'head_dim': 2, 'mlp_dim': 4}

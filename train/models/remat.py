@@ -159,6 +159,11 @@ def with_input(remat: Remat) -> Remat:
     return dataclasses.replace(remat, save=(*remat.save, 'residual'))
 
 
+def _keep_all(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Keeps everything but the weights behind a barrier, which a loop would copy for each layer."""
+    return str(primitive) != 'optimization_barrier'
+
+
 def recompute(function: F, remat: Remat | None, *, prevent_cse: bool) -> F:
     """Returns a function whose backward pass recomputes what `remat` does not keep.
 
@@ -167,7 +172,8 @@ def recompute(function: F, remat: Remat | None, *, prevent_cse: bool) -> F:
       prevent_cse: whether XLA could merge the recomputation with the first computation. Loops
         prevent it, because their forward and backward passes are separate programs.
     """
-    if remat is None:
+    if remat is None and prevent_cse:
         return function
-    recomputed: Any = jax.checkpoint(function, prevent_cse=prevent_cse, policy=remat.policy)
+    policy = _keep_all if remat is None else remat.policy
+    recomputed: Any = jax.checkpoint(function, prevent_cse=prevent_cse, policy=policy)
     return recomputed
