@@ -29,7 +29,7 @@ from meshwright.causes.cause import (
 )
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.explaining import Explanation
-from meshwright.causes.layouts import axes_of_row
+from meshwright.causes.layouts import axes_of_row, sharding_of_row
 from meshwright.causes.wording import spec_text
 from meshwright.jaxpr.primitives import CONSTRAINTS
 from meshwright.program.collectives import Collective
@@ -182,7 +182,7 @@ def _concerned(
         path = value.gradient_of or value.update_of or value.argument
         if path not in paths or path not in rows:
             continue
-        shards = {axis for axes in axes_of_row(rows[path]) for axis in axes}
+        shards = sharding_of_row(rows[path])
         if collective.kind == 'all-reduce' and shards & {*collective.axes}:
             summed.append(n)
         elif value.update_of or not value.argument:

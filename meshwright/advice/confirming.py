@@ -97,8 +97,8 @@ def _compile_told(
     compiled: dict[str, Measured | None] = {}
     for one in advised.told:
         text = one.change.text
-        tries = one.trial is not None and text in list(texts)[:most] and text not in compiled
-        if tries and one.trial is not None and not trials.is_over:
+        is_tried = text in list(texts)[:most] and text not in compiled and not trials.is_over
+        if one.trial is not None and is_tried:
             compiled[text] = None
             with contextlib.suppress(Exception):  # as above
                 changed = one.trial()

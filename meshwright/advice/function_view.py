@@ -18,7 +18,7 @@ from meshwright.advice.subject import Layout, Subject
 from meshwright.causes.cause import ConstraintChange
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.explaining import Explanation
-from meshwright.causes.layouts import axes_of_row
+from meshwright.causes.layouts import axes_of_row, sharding_of_row
 from meshwright.jaxpr import TracedProgram
 from meshwright.jaxpr.implied_exchanges import KINDS
 from meshwright.jaxpr.primitives import CONSTRAINTS
@@ -282,7 +282,7 @@ class FunctionView:
         row = self.rows.get(value.argument)
         if row is None or row.role != 'parameters' or value.layout is None:
             return False
-        lost = {a for axes in axes_of_row(row) for a in axes} - {a for o in value.layout for a in o}
+        lost = sharding_of_row(row) - {a for o in value.layout for a in o}
         return bool(lost) and lost <= {*self.rows_axes}
 
     def row_of_state(self, value: Value) -> PlanRow | None:

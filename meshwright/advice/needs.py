@@ -16,7 +16,7 @@ from meshwright.advice.candidates import SUMS, Advised
 from meshwright.advice.figures import MORE
 from meshwright.causes.cause import Cause, Effect
 from meshwright.causes.evidence import Evidence
-from meshwright.causes.layouts import axes_of_row
+from meshwright.causes.layouts import sharding_of_row
 from meshwright.jaxpr.primitives import names_in
 from meshwright.jaxpr.values import Value
 from meshwright.program.collectives import Collective
@@ -52,7 +52,7 @@ def _sums_parts(evidence: Evidence | None, advised: Advised) -> bool:
         if any(dim is not None and axes & {*dim.axes} for dim in one.contracted):
             return True
     row = advised.subject.by_path.get(value.gradient_of)
-    return row is not None and not axes & {axis for own in axes_of_row(row) for axis in own}
+    return row is not None and not axes & sharding_of_row(row)
 
 
 def _follows_state(evidence: Evidence | None, advised: Advised) -> bool:
@@ -66,7 +66,7 @@ def _follows_state(evidence: Evidence | None, advised: Advised) -> bool:
     axes, row = {*evidence.axes}, advised.subject.by_path.get(value.update_of)
     if value.gradient_of and evidence.kind == 'collective-permute':
         return axes <= {*advised.rows_axes}
-    whole = row is not None and not axes & {axis for own in axes_of_row(row) for axis in own}
+    whole = row is not None and not axes & sharding_of_row(row)
     return whole and row is not None and row.role == 'parameters' and evidence.kind == 'all-gather'
 
 

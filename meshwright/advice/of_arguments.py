@@ -28,7 +28,7 @@ from meshwright.causes.cause import (
     over,
 )
 from meshwright.causes.evidence import Evidence
-from meshwright.causes.layouts import axes_of_row
+from meshwright.causes.layouts import axes_of_row, sharding_of_row
 from meshwright.causes.row_axes import is_meant_for_rows
 from meshwright.causes.wording import layouts_text, spec_text
 from meshwright.jax_private import TracedCall
@@ -260,8 +260,8 @@ def find_missing_rows(view: FunctionView) -> Candidate | None:
         return None
     largest = max(view.batch, key=lambda row: math.prod(row.shape))
     now = axes_of_row(largest)[0]
-    used = {a for row in parameters.values() for axes in axes_of_row(row) for a in axes}
-    held = {a for row in view.batch for axes in axes_of_row(row) for a in axes}
+    used = {a for row in parameters.values() for a in sharding_of_row(row)}
+    held = {a for row in view.batch for a in sharding_of_row(row)}
     axes = tuple(
         axis
         for axis, size in view.sizes.items()
@@ -273,9 +273,7 @@ def find_missing_rows(view: FunctionView) -> Candidate | None:
         return None
     same = [r for r in view.batch if r.shape[0] == largest.shape[0] and axes_of_row(r)[0] == now]
     parts: list[SingleChange] = [_batch(same, wanted, axes), *_constraints(view, now, wanted)]
-    has = {
-        path: {*axes} & {a for own in axes_of_row(r) for a in own} for path, r in view.rows.items()
-    }
+    has = {path: {*axes} & sharding_of_row(r) for path, r in view.rows.items()}
     example = max(parameters.values(), key=lambda row: (bool(has[row.path]), math.prod(row.shape)))
     why = (
         f'parameters such as {example.path}, {spec_text(axes_of_row(example))}, are sharded over '

@@ -36,6 +36,7 @@ from meshwright.jaxpr.implied_exchanges import KINDS, exchange_axes
 from meshwright.jaxpr.primitives import ELEMENTWISE, GATHERS, MOVES, PSUMS
 from meshwright.jaxpr.values import Axes, Step, Value
 from meshwright.user_lines import array_at
+from partitioning.rules import from_tuple
 
 _NEAR = 40  # steps in which the place of a slice is computed
 _SCATTERING = ('reduce_scatter', 'psum_scatter')
@@ -103,7 +104,7 @@ class _Kept:
     @property
     def text(self) -> str:
         """What to write."""
-        line, axes = self.step.line, _written(self.axes)
+        line, axes = self.step.line, repr(from_tuple(self.axes))
         array = array_at(line, ('psum', 'all_gather'))
         if self.gathered is None:
             return (
@@ -177,10 +178,6 @@ def _scattered_parts(view: FunctionView) -> Iterator[tuple[str, int, Edit]]:
         yield step.line, id(put.place.equation), lambda r, e, args: [args[1]]
         keep = functools.partial(_keep_part, axes=axes, d=scattered, gathered=d)
         yield step.line, id(step.place.equation), keep
-
-
-def _written(axes: Axes) -> str:
-    return repr(axes[0]) if len(axes) == 1 else repr(axes)
 
 
 def _slices_of(made: Value, view: FunctionView) -> list[Step]:
@@ -267,7 +264,7 @@ def find_early_sums(view: FunctionView) -> Iterator[Told]:
                 else ('it is computed from it by adding and scaling')
             )
             small = array_at(where)
-            number = f'jax.lax.psum(jnp.where(..., {small}, 0), {_written(axes)})'
+            number = f'jax.lax.psum(jnp.where(..., {small}, 0), {from_tuple(axes)!r})'
             yield Told(
                 match=Match(
                     axes=axes,

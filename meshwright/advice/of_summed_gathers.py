@@ -23,6 +23,7 @@ from meshwright.jaxpr.implied_exchanges import exchange_axes
 from meshwright.jaxpr.primitives import GATHERS, MOVES
 from meshwright.jaxpr.values import Axes, Step, Value
 from meshwright.user_lines import array_at
+from partitioning.rules import from_tuple
 
 _REDUCING: Mapping[str, Any] = {
     'reduce_sum': jax.lax.psum,
@@ -41,12 +42,13 @@ def find_summed_gathers(view: FunctionView) -> Iterator[Told]:
         if n < _FEWEST or step.place.is_backward or step.params.get('axis_index_groups'):
             continue
         made, d = step.outputs[0], step.params['all_gather_dimension']
+        if step.params.get('tiled') or made.shard_bytes(view.sizes) < LEAST:
+            continue
         ends = _reductions(made, d, view)
-        if step.params.get('tiled') or made.shard_bytes(view.sizes) < LEAST or not ends:
+        names = {one.name for one in ends}
+        if len(names) != 1:
             continue
-        (end,) = {one.name for one in ends} if len({one.name for one in ends}) == 1 else ('',)
-        if not end:
-            continue
+        (end,) = names
         line, where = step.line, ends[0].line
         name = _REDUCING[end].__name__
         edits: dict[int, Edit] = {id(step.place.equation): _leave}
@@ -66,8 +68,8 @@ def find_summed_gathers(view: FunctionView) -> Iterator[Told]:
             change=CodeChange(
                 source=line,
                 text=(
-                    f'write jax.lax.{name}({array}, {_written(axes)}) in place of the all_gather '
-                    f'at {line} and the {end.removeprefix("reduce_")} at {where}'
+                    f'write jax.lax.{name}({array}, {from_tuple(axes)!r}) in place of the '
+                    f'all_gather at {line} and the {end.removeprefix("reduce_")} at {where}'
                 ),
             ),
             trial=functools.partial(rewrite, view.subject.call, edits),
@@ -108,7 +110,3 @@ def _reduce(
     rewriting: Rewriting, equation: Any, args: list[Any], *, name: str, axes: Axes
 ) -> list[Any]:
     return [_REDUCING[name](args[0], axes)]
-
-
-def _written(axes: Axes) -> str:
-    return repr(axes[0]) if len(axes) == 1 else repr(axes)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from meshwright.causes.cause import Cause, Change, RuleChange, over, what_is
 from meshwright.causes.data_flow import Place
 from meshwright.causes.evidence import layout_of
-from meshwright.causes.layouts import KnownLayouts, axes_of_row, names_by_axes
+from meshwright.causes.layouts import KnownLayouts, names_by_axes, sharding_of_row
 from meshwright.causes.possible_changes import PossibleChanges
 from meshwright.causes.value_matching import Matcher
 from meshwright.jaxpr import MemoryEstimate, TracedProgram
@@ -108,8 +108,7 @@ def _is_gathered(value: Value, layout: tuple[Axes, ...], layouts: KnownLayouts) 
     if not layout or row is None:
         return False
     held = {axis for axes in layout for axis in axes} | value.manual
-    sharding = {axis for axes in axes_of_row(row) for axis in axes}
-    return any(layouts.sizes.get(axis, 1) > 1 for axis in sharding - held)
+    return any(layouts.sizes.get(axis, 1) > 1 for axis in sharding_of_row(row) - held)
 
 
 def explain_replicated(row: PlanRow, possible: PossibleChanges) -> Cause | None:

@@ -28,7 +28,7 @@ from meshwright.causes.cause import (
     what_is,
 )
 from meshwright.causes.evidence import Evidence
-from meshwright.causes.layouts import axes_of_row
+from meshwright.causes.layouts import axes_of_row, sharding_of_row
 from meshwright.causes.possible_changes import PossibleChanges
 from meshwright.causes.transposed_sums import UNCHECKED, explain_transposed
 from meshwright.causes.value_graph import lacks
@@ -178,7 +178,7 @@ def _explain_gradient(move: Move) -> Cause:
             f'each device along {over(axes)} has the gradient of {path} for its own rows of the '
             'batch, and their sum is needed'
         )
-    elif row is not None and set(axes) <= {a for own in axes_of_row(row) for a in own}:
+    elif row is not None and set(axes) <= sharding_of_row(row):
         why = (
             f'each device along {over(axes)} computes a part of the gradient of {path}, and their '
             'sum is needed'

@@ -93,6 +93,11 @@ def axes_of_row(row: PlanRow) -> tuple[Axes, ...]:
     return tuple(sharding_axes(d.mesh_axes) for d in row.dimensions)
 
 
+def sharding_of_row(row: PlanRow) -> frozenset[str]:
+    """Returns the mesh axes that shard any dimension of an argument."""
+    return frozenset(axis for axes in axes_of_row(row) for axis in axes)
+
+
 def names_by_axes(rules: LogicalAxisRules) -> dict[Axes, str]:
     """Maps the mesh axes of each 'batch' rule to 'batch', to name dimensions by their axes."""
     found = [as_tuple(axes) for name, axes in rules if name == 'batch']

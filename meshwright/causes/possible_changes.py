@@ -26,7 +26,7 @@ from meshwright.causes.cause import (
     RuleChange,
 )
 from meshwright.causes.evidence import Evidence
-from meshwright.causes.layouts import KnownLayouts, axes_of_row
+from meshwright.causes.layouts import KnownLayouts, axes_of_row, sharding_of_row
 from meshwright.causes.value_graph import ValueGraph, lacks
 from meshwright.jaxpr.linked_dimensions import LinkedDimensions
 from meshwright.jaxpr.values import Axes, Value
@@ -330,7 +330,7 @@ class PossibleChanges:
             for name, axes in change.after:
                 added |= {*sharding_axes(axes)} - {*layouts.axes_of(name)}
         elif isinstance(change, LayoutChange) and change.path in layouts.rows:
-            used = {a for axes in axes_of_row(layouts.rows[change.path]) for a in axes}
+            used = sharding_of_row(layouts.rows[change.path])
             added |= {a for axes in change.layout for a in axes} - used
         return added
 

@@ -22,6 +22,7 @@ from meshwright.report.figures import (
 from meshwright.report.forecasts import Forecast, Replicated
 from meshwright.report.suggestions import (
     SUGGESTED,
+    Suggestion,
     list_suggestions,
     nothing_to_change,
     refer_to,
@@ -101,11 +102,11 @@ def _lists_below(forecasts: Sequence[Forecast], width: int) -> Iterator[str]:
 
 
 def _sections(forecast: Forecast) -> Iterator[tuple[str, list[str]]]:
-    yield 'what to change first', list(_suggestions(forecast))
+    found = list_suggestions(forecast)
+    yield 'what to change first', list(_suggestions(forecast, found))
     yield 'replicated', list(_replicated(forecast))
-    told = list_suggestions(forecast)[:SUGGESTED]
     exchanges = itertools.islice(_exchanges(forecast), _FEW)
-    yield 'largest exchanges', [refer_to(told, line) for line in exchanges]
+    yield 'largest exchanges', [refer_to(found[:SUGGESTED], line) for line in exchanges]
     origin = source_name(forecast.memory.buffers_from, forecast)
     yield f'largest buffers ({origin})', list(_buffers(forecast))
     yield 'what would make it fit', list(_changes(forecast))
@@ -121,8 +122,7 @@ def _section(title: str, lines: Sequence[str], where: str, width: int) -> Iterat
         yield '\n'.join([title + where, *map(hanging(width).fill, shown)])
 
 
-def _suggestions(forecast: Forecast) -> Iterator[str]:
-    found = list_suggestions(forecast)
+def _suggestions(forecast: Forecast, found: Sequence[Suggestion]) -> Iterator[str]:
     yield from map(str, found[:SUGGESTED])
     if len(found) > SUGGESTED:
         yield f'and {len(found) - SUGGESTED} more'
