@@ -1,12 +1,13 @@
 """Steps of training, compiled for 4 devices of 'data' times 2 of 'model'."""
 
+import functools
 import inspect
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshwright import read_costs
 from meshwright.causes import CompiledFunction, compile_partitioned, describe_arguments
@@ -18,6 +19,18 @@ ROWS = PartitionSpec('data')
 
 def make_mesh():
     return Mesh(np.reshape(jax.devices(), (4, 2)), ('data', 'model'))
+
+
+@functools.cache
+def mesh_of(**axes):
+    """The mesh of all devices with these axes, such as data=4, model=2."""
+    types = (AxisType.Auto,) * len(axes)
+    return Mesh(np.reshape(jax.devices(), [*axes.values()]), [*axes], axis_types=types)
+
+
+def struct(mesh, shape, *spec, dtype='float32'):
+    """An abstract array that is laid out on a mesh."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def line_of(function, text):

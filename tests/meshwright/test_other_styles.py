@@ -5,10 +5,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from plain_steps import line_of
+from jax.sharding import NamedSharding, PartitionSpec as P
+from plain_steps import line_of, mesh_of, struct
 
 from meshwright import explain, forecast, lint
 from meshwright.advice.advising import next_to_compiled
@@ -20,16 +19,6 @@ from meshwright.report.explained import ExplainedRow
 from meshwright.user_lines import CONSTRAINING, array_at
 
 HEADS, SIZE, WIDTH, LENGTH = 8, 16, 64, 32
-
-
-@functools.cache
-def make_mesh(**axes):
-    types = (AxisType.Auto,) * len(axes)
-    return Mesh(np.reshape(jax.devices(), [*axes.values()]), [*axes], axis_types=types)
-
-
-def struct(mesh, shape, *spec):
-    return jax.ShapeDtypeStruct(shape, 'float32', sharding=NamedSharding(mesh, P(*spec)))
 
 
 def make_step(loss):
@@ -49,7 +38,7 @@ def attend(params, x):
 
 
 def ask_attention(spec):
-    mesh = make_mesh(data=2, model=4)
+    mesh = mesh_of(data=2, model=4)
     heads = {name: struct(mesh, (WIDTH, HEADS, SIZE), None, 'model') for name in 'qv'}
     heads |= {'k': struct(mesh, (WIDTH, HEADS, SIZE), *spec)}
     layer = {**heads, 'o': struct(mesh, (HEADS, SIZE, WIDTH), 'model')}
@@ -75,7 +64,7 @@ def feed(params, x):
 
 def test_parameters_of_blocks_with_names_change_together():
     """The layout of one block alone saves little, as the other one still sends as much."""
-    mesh = make_mesh(data=2, model=4)
+    mesh = mesh_of(data=2, model=4)
 
     def block():
         up, down = struct(mesh, (WIDTH, 256), None, 'model'), struct(mesh, (256, WIDTH), 'model')
@@ -99,7 +88,7 @@ def rotate(x):
 
 
 def test_an_exchange_in_a_shard_map_is_told_at_its_own_line():
-    mesh = make_mesh(seq=8)
+    mesh = mesh_of(seq=8)
     mapped = jax.shard_map(rotate, mesh=mesh, in_specs=P('seq'), out_specs=P('seq'))
     step = jax.jit(jax.grad(lambda x: jnp.sum(mapped(2 * x) ** 2)))
     rows = explain(step, struct(mesh, (64, 32), 'seq'), confirm=False).exchanges
@@ -118,7 +107,7 @@ def add(x, w):
 
 def test_a_sum_of_what_is_gathered_is_one_sum_over_devices():
     def ask(function):
-        mesh = make_mesh(data=2, model=4)
+        mesh = mesh_of(data=2, model=4)
         about = {'in_specs': (P('data', 'model'), P('model')), 'out_specs': P('data')}
         mapped = jax.shard_map(function, mesh=mesh, **about, check_vma=False)
         args = struct(mesh, (64, 256), 'data', 'model'), struct(mesh, (256, WIDTH), 'model')
@@ -148,7 +137,7 @@ def test_rows_are_projected_before_they_are_gathered():
     """Each device gathers the 8 numbers that it makes of each of its rows, and not all 256."""
 
     def ask(function):
-        mesh = make_mesh(data=8)
+        mesh = mesh_of(data=8)
         about = {'in_specs': (P('data'), P()), 'out_specs': P('data')}
         mapped = jax.shard_map(function, mesh=mesh, **about)
         loss = jax.grad(lambda w, x: jnp.mean(mapped(x, w)))
@@ -174,13 +163,13 @@ def recur(x, w, lay=lambda u: u):
 
 def test_a_scan_over_a_sharded_dimension_gathers_it():
     def ask(lay):
-        mesh = make_mesh(data=2, seq=4)
+        mesh = mesh_of(data=2, seq=4)
         gradient = jax.jit(jax.grad(lambda w, x: recur(x, w, lay)))
         x = struct(mesh, (16, 64, WIDTH), 'data', 'seq')
         return forecast(gradient, struct(mesh, (WIDTH, 256)), x)
 
     def channels(u):
-        mesh = make_mesh(data=2, seq=4)
+        mesh = mesh_of(data=2, seq=4)
         return jax.lax.with_sharding_constraint(u, NamedSharding(mesh, P(None, 'data', 'seq')))
 
     made, mended = ask(lambda u: u), ask(channels)
@@ -192,7 +181,7 @@ def test_a_scan_over_a_sharded_dimension_gathers_it():
 
 
 def test_rows_over_two_axes_are_told_with_both():
-    mesh = make_mesh(data=2, fsdp=4)
+    mesh = mesh_of(data=2, fsdp=4)
 
     def loss(params, x):
         x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P()))
@@ -208,7 +197,7 @@ def test_rows_over_two_axes_are_told_with_both():
 
 
 def test_a_table_next_to_the_batch_does_not_say_how_rows_are_sharded():
-    mesh = make_mesh(data=2, model=4)
+    mesh = mesh_of(data=2, model=4)
 
     def product(params, places, x):
         return (x + places.sum(1)) @ params['down']
@@ -220,7 +209,7 @@ def test_a_table_next_to_the_batch_does_not_say_how_rows_are_sharded():
 
 
 def test_only_arrays_that_move_are_named():
-    mesh = make_mesh(data=8)
+    mesh = mesh_of(data=8)
 
     def loss(params, batch):
         x = jax.lax.with_sharding_constraint(batch['x'], NamedSharding(mesh, P('data')))
@@ -237,7 +226,7 @@ def test_only_arrays_that_move_are_named():
 
 def test_kernels_of_convolutions_may_be_whole():
     """An axis of tensors shards matrices; convolutions next to them are often whole on purpose."""
-    mesh = make_mesh(data=4, model=2)
+    mesh = mesh_of(data=4, model=2)
 
     def loss(params, x):
         window = ('NWC', 'WIO', 'NWC')
@@ -288,7 +277,7 @@ def test_changes_are_compiled_once_and_while_there_is_time():
         compiled.append(call)
         return None, 4.0
 
-    x = struct(make_mesh(data=8), (8, 8), 'data')
+    x = struct(mesh_of(data=8), (8, 8), 'data')
     calls = [read_call(jax.jit(f), (x,)).trace() for f in (jnp.sin, jnp.cos, jnp.sin)]
     trials = Trials(compile, expected=3.0, seconds=10.0)
     for n, call in enumerate(calls):
@@ -315,7 +304,7 @@ def test_what_a_formula_saves_is_of_the_compiled_peak(formula, compiled, shown):
 
 
 def test_without_time_changes_are_told_as_not_tried():
-    mesh = make_mesh(data=2, model=4)
+    mesh = mesh_of(data=2, model=4)
     params = {'one': {name: struct(mesh, (WIDTH, WIDTH)) for name in ('gate', 'up', 'down')}}
 
     def loss(params, x):
@@ -335,12 +324,12 @@ def use_shards(x, w):
         return jax.lax.psum(jnp.tanh(x @ narrow) @ narrow.T, 'model')
 
     specs = P('data'), P(None, 'model')
-    mesh = make_mesh(model=4, data=2)
+    mesh = mesh_of(model=4, data=2)
     return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P('data'))(x, w)
 
 
 def test_a_shard_in_another_type_is_not_called_gathered():
-    mesh = make_mesh(model=4, data=2)
+    mesh = mesh_of(model=4, data=2)
     asked = explain(
         jax.jit(use_shards),
         struct(mesh, (64, 512), 'data'),
@@ -364,7 +353,7 @@ def average(params, slow, batch):
 
 @functools.cache
 def ask_average():
-    mesh = make_mesh(data=8)
+    mesh = mesh_of(data=8)
     sharded = {'layers': [struct(mesh, (256, 256), 'data')] * 2}
     whole = {'layers': [struct(mesh, (256, 256))] * 2}
     results = jax.tree.map(lambda x: x.sharding, (sharded, whole))
@@ -395,7 +384,7 @@ def tune(params, frozen, x):
 
 
 def test_frozen_matrices_are_not_the_batch():
-    mesh = make_mesh(data=4, model=2)
+    mesh = mesh_of(data=4, model=2)
     params = {'a': struct(mesh, (512, 8)), 'b': struct(mesh, (8, 2048), None, 'model')}
     frozen = {
         'up': struct(mesh, (512, 2048), None, 'model'),
@@ -410,7 +399,7 @@ def test_frozen_matrices_are_not_the_batch():
 
 
 def test_a_gradient_of_a_sharded_parameter_is_not_called_whole():
-    mesh = make_mesh(data=2, sequence=4)
+    mesh = mesh_of(data=2, sequence=4)
     w = struct(mesh, (512, 512), ('data', 'sequence'))
     x = struct(mesh, (8, 128, 512), 'data', 'sequence')
     step = make_step(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))

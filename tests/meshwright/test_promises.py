@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from plain_steps import line_of
+from plain_steps import line_of, struct
 
 from meshwright import forecast
 from meshwright.report.suggestions import list_suggestions
@@ -18,10 +18,6 @@ def make_mesh(*sizes):
     axes = ('data', 'model')[: len(sizes)]
     types = (AxisType.Auto,) * len(sizes)
     return Mesh(np.reshape(jax.devices(), sizes), axes, axis_types=types)
-
-
-def struct(mesh, shape, *spec):
-    return jax.ShapeDtypeStruct(shape, 'float32', sharding=NamedSharding(mesh, P(*spec)))
 
 
 def lay(mesh, x, *spec):

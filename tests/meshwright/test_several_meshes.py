@@ -1,9 +1,9 @@
 """Arrays of one function on several meshes over the same devices, which jax allows."""
 
 import jax
-import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
+from plain_steps import mesh_of
 
 from meshwright import audit, forecast, lint
 from meshwright.calls.other_meshes import spec_on
@@ -11,13 +11,8 @@ from meshwright.calls.other_meshes import spec_on
 N = 64
 
 
-def make_mesh(**axes):
-    types = (AxisType.Auto,) * len(axes)
-    return Mesh(np.reshape(jax.devices(), [*axes.values()]), [*axes], axis_types=types)
-
-
-LINE, PLANE, TALL = make_mesh(x=8), make_mesh(a=2, b=4), make_mesh(c=4, d=2)
-CUBE = make_mesh(i=2, j=2, k=2)
+LINE, PLANE, TALL = mesh_of(x=8), mesh_of(a=2, b=4), mesh_of(c=4, d=2)
+CUBE = mesh_of(i=2, j=2, k=2)
 
 
 @pytest.mark.parametrize(

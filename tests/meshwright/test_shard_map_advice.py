@@ -1,27 +1,14 @@
 """Advice on shard_maps and their sums: a change does what the mended program does."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from plain_steps import line_of
+from jax.sharding import PartitionSpec as P
+from plain_steps import line_of, mesh_of, struct
 
 from meshwright import explain, forecast, lint
 
 D, F, ROWS, STEPS = 64, 256, 64, 4
-
-
-@functools.cache
-def make_mesh(**axes):
-    types = (AxisType.Auto,) * len(axes)
-    return Mesh(np.reshape(jax.devices(), [*axes.values()]), [*axes], axis_types=types)
-
-
-def struct(mesh, shape, *spec):
-    return jax.ShapeDtypeStruct(shape, 'float32', sharding=NamedSharding(mesh, P(*spec)))
 
 
 def sent(made):
@@ -30,7 +17,7 @@ def sent(made):
 
 def rows_that_lack_their_axis(fault):
     """Data parallel: the specs of the batch lack 'data', and all devices average the same."""
-    mesh = make_mesh(data=8)
+    mesh = mesh_of(data=8)
     rows = P() if fault else P('data')
 
     def gradients(w, x, y):
@@ -51,7 +38,7 @@ def rows_that_lack_their_axis(fault):
 
 def a_loop_over_automatic_axes(fault):
     """Microbatches in a shard_map over 'data' only, whose gradients are summed in each of them."""
-    mesh = make_mesh(data=4, model=2)
+    mesh = mesh_of(data=4, model=2)
 
     def gradients(w, x):
         def loss(w, x):
@@ -78,7 +65,7 @@ def a_loop_over_automatic_axes(fault):
 
 def an_average_of_what_is_equal(fault):
     """A moving average of the parameters, which all devices have, is averaged over them."""
-    mesh = make_mesh(data=8)
+    mesh = mesh_of(data=8)
 
     def update(w, average, x):
         g = jax.lax.pmean(jax.grad(lambda w: jnp.tanh(x @ w).mean())(w), 'data')
@@ -96,7 +83,7 @@ def an_average_of_what_is_equal(fault):
 
 def outputs_of_the_last_stage(fault):
     """All devices get the outputs that the last one has, to compute a loss from them."""
-    mesh = make_mesh(stage=8)
+    mesh = mesh_of(stage=8)
 
     def loss(w, x, y):
         stage = jax.lax.axis_index('stage')
@@ -116,7 +103,7 @@ def outputs_of_the_last_stage(fault):
 
 def a_weighted_sum_of_what_is_summed(fault):
     """A product is summed over the devices, and then multiplied with the same on each of them."""
-    mesh = make_mesh(model=8)
+    mesh = mesh_of(model=8)
 
     def scores(x, w, v):
         h = x @ w
@@ -149,7 +136,7 @@ def test_a_sum_that_could_be_made_of_what_is_computed_from_it(make):
 
 def test_a_sum_whose_square_is_needed_is_left_where_it_is():
     """Without a mask, only linear functions can be computed before a sum."""
-    mesh = make_mesh(model=8)
+    mesh = mesh_of(model=8)
     about = {'in_specs': (P(None, 'model'), P('model')), 'out_specs': P()}
     loss = jax.shard_map(
         lambda x, w: jnp.mean(jax.lax.psum(x @ w, 'model') ** 2), mesh=mesh, **about
@@ -182,7 +169,7 @@ def test_a_change_does_what_the_mended_program_does(make):
 
 def ring(fault):
     """Attention in a ring of keys; with the fault, each device has the queries of all devices."""
-    mesh = make_mesh(data=2, sp=4)
+    mesh = mesh_of(data=2, sp=4)
     rows = P('data', 'sp')
 
     def attend(q, k):
@@ -214,7 +201,7 @@ def test_one_argument_of_a_ring_whose_spec_lacks_the_axis_of_the_ring():
 
 def by_hand(check_vma):
     """Two layers with column- and row-parallel products in a shard_map, trained."""
-    mesh = make_mesh(data=2, model=4)
+    mesh = mesh_of(data=2, model=4)
 
     def layer(x, scale, up, down):
         return jax.lax.psum(jnp.tanh((x * scale) @ up) @ down, 'model')
@@ -253,7 +240,7 @@ def test_sums_that_jax_makes_are_not_called_the_program_s(check_vma):
 
 def test_a_sum_that_the_next_iteration_needs_is_not_told_to_leave_the_loop():
     """As in a residual network, whose layers add to what they are given."""
-    mesh = make_mesh(data=2, model=4)
+    mesh = mesh_of(data=2, model=4)
 
     def layers(x, up, down):
         def layer(x, w):
@@ -277,7 +264,7 @@ def test_a_sum_that_the_next_iteration_needs_is_not_told_to_leave_the_loop():
 
 def test_the_scatter_of_a_gradient_is_the_transpose_of_a_gather():
     """What is recomputed in the backward pass is asked for by the program."""
-    mesh = make_mesh(fsdp=8)
+    mesh = mesh_of(fsdp=8)
 
     @jax.checkpoint
     def product(x, w):

@@ -3,29 +3,16 @@
 The programs without the fault are compiled, too: what is promised is what they hold and send.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from plain_steps import line_of
+from jax.sharding import NamedSharding, PartitionSpec as P
+from plain_steps import line_of, mesh_of, struct
 
 from meshwright import explain, forecast, forecast_table, lint
 from meshwright.report.suggestions import list_suggestions
 
 WIDTH, LAYERS, ROWS, LENGTH = 128, 4, 64, 16
-
-
-@functools.cache
-def make_mesh(**axes):
-    types = (AxisType.Auto,) * len(axes)
-    return Mesh(np.reshape(jax.devices(), [*axes.values()]), [*axes], axis_types=types)
-
-
-def struct(mesh, shape, *spec, dtype='float32'):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
 
 def update(loss, params):
@@ -37,13 +24,13 @@ def sent(made):
 
 
 def gather(w):
-    mesh = make_mesh(fsdp=8)
+    mesh = mesh_of(fsdp=8)
     return jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P()))
 
 
 def fsdp_step(early):
     """A step with 4 layers that are gathered before the loop over them, or each for its own."""
-    mesh = make_mesh(fsdp=8)
+    mesh = mesh_of(fsdp=8)
 
     @jax.checkpoint
     def layer(x, w):
@@ -82,7 +69,7 @@ def _flat(made):
 
 def sharded_step(fault):
     """A step in a shard_map that sends twice what it could send once, or does not."""
-    mesh = make_mesh(data=8)
+    mesh = mesh_of(data=8)
 
     def loss(w, x):
         return ((x @ w) ** 2).mean()
@@ -130,7 +117,7 @@ def test_sums_that_are_repeated(kind):
 
 def make_shard_map(spec, check_vma=True):
     """Attention whose shard_map knows of the heads' axis or not, without donating its weights."""
-    mesh = make_mesh(data=2, model=4)
+    mesh = mesh_of(data=2, model=4)
     about = {'mesh': mesh, 'check_vma': check_vma}
 
     def core(q):
@@ -184,7 +171,7 @@ def test_specs_that_are_tried_send_what_the_same_program_with_them_sends(check_v
 
 
 def test_a_mask_of_each_row_is_sharded_like_its_batch_but_no_table_and_not_a_number_of_each_row():
-    mesh = make_mesh(data=8)
+    mesh = mesh_of(data=8)
 
     def step(w, x, mask, table):
         def loss(w):
@@ -206,7 +193,7 @@ def test_a_mask_of_each_row_is_sharded_like_its_batch_but_no_table_and_not_a_num
 
 
 def test_a_small_exchange_that_nobody_tried_to_avoid_is_no_suggestion():
-    mesh = make_mesh(model=8)
+    mesh = mesh_of(model=8)
 
     def constrain(x, *spec):
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
@@ -234,7 +221,7 @@ def test_a_small_exchange_that_nobody_tried_to_avoid_is_no_suggestion():
 @pytest.mark.parametrize('name', ['points', 'inputs'])
 def test_rows_of_another_kind_may_be_whole(name):
     """Pairs of points are sharded, so every device needs all points."""
-    mesh = make_mesh(data=8)
+    mesh = mesh_of(data=8)
 
     def step(w, data, labels):
         def loss(w):
