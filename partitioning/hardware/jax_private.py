@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -105,8 +106,9 @@ def check_kept_programs(on_read: Callable[[str], None], on_damage: Callable[[str
         options = {inside.zstd.CompressionParameter.checksum_flag: 1}
         inside.compress_executable = lambda data: inside.zstd.compress(data, options=options)
     elif inside.zstandard is not None:
-        compressor = inside.zstandard.ZstdCompressor(write_checksum=True)
-        inside.compress_executable = compressor.compress
+        # One for each program, because threads that share one crash the process.
+        compressor = functools.partial(inside.zstandard.ZstdCompressor, write_checksum=True)
+        inside.compress_executable = lambda data: compressor().compress(data)
 
 
 def num_cached(jitted: Any) -> int:

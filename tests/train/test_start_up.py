@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -121,6 +122,18 @@ def test_a_damaged_program_is_compiled_again_and_replaced(cache, tmp_path):
         np.testing.assert_array_equal(compute(), right)
         assert file.read_bytes() != damaged and len(said) == number + 1
     assert said[0] == f'a compiled program was damaged and is compiled again: {file}'
+
+
+def test_threads_may_keep_programs_at_the_same_time(cache, tmp_path):
+    """A run compiles in three. A compressor that they share crashes the process."""
+    cache(tmp_path)
+    written = [np.random.default_rng(seed).bytes(1000) * 300 for seed in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        kept = pool.map(
+            lambda data: [programs.compress_executable(data) for _ in range(200)], written
+        )
+        found = [set(map(programs.decompress_executable, files)) for files in kept]
+    assert found == [{data} for data in written]
 
 
 def _with_flip(data, bit):
