@@ -169,10 +169,10 @@ def measure(name: str, number: int, whole: bool = False) -> dict[str, Any]:
     started = time.monotonic()
     found: dict[str, Any] = {'candidate': str(candidate)}
     try:
-        compiled = step.lower(*arguments).compile()
-    except jax.errors.JaxRuntimeError as error:  # too little memory, or a fault of the compiler
+        costs = read_costs(step.lower(*arguments).compile(), mesh)
+    # Too little memory, a fault of the compiler, or an instruction that jaxlib does not know.
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
         return found | {'error': first_line(error), 'seconds': time.monotonic() - started}
-    costs = read_costs(compiled, mesh)
     work = read_work(costs, jaxpr, mesh.size)
     work = dataclasses.replace(work, collectives=tuple(merge_kinds(work.collectives)))
     return found | {
