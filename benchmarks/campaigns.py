@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,12 @@ HeldOut.limit = 8192
 
 
 def run_named(
-    doc: str, what: str, known: Mapping[str, str], path: str, measure: Callable[[str], Any]
+    doc: str,
+    what: str,
+    known: Mapping[str, str],
+    path: str,
+    measure: Callable[[str], Any],
+    more: Sequence[argparse.ArgumentParser] = (),
 ) -> dict[str, Any]:
     """Returns the results that the command line asks for, from a file or measured and added to it.
 
@@ -44,8 +49,9 @@ def run_named(
       known: a description of each name, which `--list` prints.
       path: the file of JSON, unless `--results` has another one.
       measure: measures a name; None means that this has failed.
+      more: parsers of other options, which the caller has read.
     """
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0], parents=[*more])
     parser.add_argument(f'--{what}s', dest='names', help='separated by commas (all)')
     parser.add_argument('--results', type=Path, default=Path(path), help=f'({path})')
     parser.add_argument('--again', action='store_true', help='measure what the file has, too')

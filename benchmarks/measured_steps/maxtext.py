@@ -19,9 +19,9 @@ from .rebuilding import describe_topology_of
 from .rows import MeasuredRow
 
 MODULE = 'maxtext.trainers.pre_train.train'
-_BASE = Path('configs', 'base.yml')
+BASE = Path('configs', 'base.yml')
 # What the run needs and the measurement does not say.
-_RUN = {
+RUN = {
     'run_name': 'measured',
     'base_output_directory': 'runs',
     'steps': 5,
@@ -110,13 +110,13 @@ def command_of(row: MeasuredRow, package: Path) -> Command | str:
     block = row['model']['decoder_block'].removeprefix('maxtext ').split(',')[0].split()[0]
     if block not in ('default', *_FILES):
         return f'MaxText has no layers of the kind {block!r}'
-    known = set(re.findall(r'^(\w+):', (package / _BASE).read_text(), re.MULTILINE))
-    settings = _RUN | dict(_all_settings(row, block))
+    known = set(re.findall(r'^(\w+):', (package / BASE).read_text(), re.MULTILINE))
+    settings = RUN | dict(_all_settings(row, block))
     given = {_RENAMED.get(name, name): value for name, value in settings.items()}
     lost = sorted(name for name in given if name not in known)
-    written = (f'{name}={_text(given[name])}' for name in given if name in known)
+    written = (f'{name}={write_setting(given[name])}' for name in given if name in known)
     notes = tuple(f'MaxText has no setting {name!r}' for name in lost)
-    return start_of(row, ('-m', MODULE, str(package / _BASE), *written), notes)
+    return start_of(row, ('-m', MODULE, str(package / BASE), *written), notes)
 
 
 def start_of(row: MeasuredRow, arguments: tuple[str, ...], notes: tuple[str, ...] = ()) -> Command:
@@ -219,7 +219,7 @@ def _attention_settings(row: MeasuredRow) -> Iterator[tuple[str, Any]]:
         yield 'use_tokamax_splash', False
 
 
-def _text(value: Any) -> str:
+def write_setting(value: Any) -> str:
     """A value as MaxText reads it from a command."""
     if isinstance(value, bool):
         return str(value).lower()

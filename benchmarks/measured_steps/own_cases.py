@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from meshwright.program.costs import costs_of_text, mesh_axes
+from meshwright.program.costs import ProgramCosts, costs_of_text, mesh_axes
 from meshwright.report.plain_values import from_plain
 from meshwright.time import KernelWork, Machine, Work, describe_machine, estimate_step_time
 from meshwright.time.layers import Layers
@@ -69,7 +69,7 @@ def forecast_rows(
         mesh = mesh_of(found)
         machine = describe_own_machine(row, mesh)
         text = read_text(found) if found['memory'] else ''
-        work = read_stored_work(found, text, mesh) if text else None
+        work = read_stored_work(found, read_stored_costs(found, text, mesh)) if text else None
         compiled = estimate_step_time(work, machine) if work else None
         traced = estimate_step_time(from_plain(Work, found['work'], 'work'), machine)
         naive = naive_forecast(row, known)
@@ -87,10 +87,14 @@ def mesh_of(found: Mapping[str, Any]) -> Mesh:
     return Mesh(order.reshape(tuple(found['mesh'].values())), tuple(found['mesh']))
 
 
-def read_stored_work(found: Mapping[str, Any], text: str, mesh: Mesh) -> Work:
+def read_stored_costs(found: Mapping[str, Any], text: str, mesh: Mesh) -> ProgramCosts:
+    """The costs of a stored program, without its memory."""
+    return costs_of_text(text, mesh=mesh_axes(mesh), chip=found['chip'])
+
+
+def read_stored_work(found: Mapping[str, Any], costs: ProgramCosts) -> Work:
     """The work of a device in a stored program, as `read_work` reads it from a compiled one."""
     chip = CHIPS[found['chip']]
-    costs = costs_of_text(text, mesh=mesh_axes(mesh), chip=chip.name)
     products = sum(o.cycles for o in costs.operations if o.kind == 'matmul')
     clock = chip.clock_hz if costs.cycles else None
     of_groups = found['group_flops'] / chip.peak_flops_per_device

@@ -1,6 +1,8 @@
 """The built-in transformer with experts: numpy, meshes, decoding, and settings that exclude it."""
 
 import dataclasses
+import functools
+import re
 
 import jax
 import numpy as np
@@ -9,6 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from small import RULES, batch, model, partitioner
 
+from partitioning.products.flops import count_jaxpr_flops
 from train.errors import ConfigError
 from train.models.decoding import generate
 from train.models.experts import ExpertsConfig
@@ -170,6 +173,36 @@ def test_the_loss_and_its_gradients_are_those_of_numpy(params):
         )
         assert np.sum(gradient * direction) == pytest.approx((high - low) / 2, rel=1e-3, abs=1e-10)
         assert np.isfinite(gradient).all() and np.abs(gradient).max() > 1e-4
+
+
+def test_gradients_of_kernels_whose_embed_is_sharded(params):
+    """They are those of one device, and are scattered while they are summed.
+
+    A device has 8 of the 16 numbers of a token, and 6 of the 24 of a hidden layer.
+    """
+    given, rules = padded_batch(), [('expert', None), ('expert_mlp', 'model'), *RULES]
+    program = jax.grad(lambda *args: loss_of_run(*args)[0])
+    pjit = partitioner(2, 4, logical_axis_rules=rules)
+    specs = pjit.plan(lambda key: NET.init(key, method='get_parameters')['params'], KEY).specs
+    compiled = pjit.partition(program, (specs, SPEC), specs).lower(params, given).compile()
+    same = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5)
+    jax.tree.map(same, jax.device_get(compiled(params, given)), program(params, given))
+    sums = re.findall(r'= f32\[([\d,]*)\]\S* (reduce-scatter|all-reduce)\(', compiled.as_text())
+    of_kernels = [kind for shape, kind in sums if re.fullmatch('8,(6,.*|.*,6)', shape)]
+    assert of_kernels == ['reduce-scatter'] * 3
+
+
+def test_products_whose_results_are_kept_are_not_computed_again(params):
+    """Three products of groups per layer, and six for their gradients, but for the input of one."""
+    given = padded_batch()
+
+    def count(remat):
+        net = model(**SMALL, experts=EXPERTS, remat=remat)
+        loss = jax.grad(lambda params: NextToken(model=net).loss(params, given, None, {}).total)
+        return count_jaxpr_flops(jax.make_jaxpr(loss)(params).jaxpr, dense=False)
+
+    forward = count('full') / 4  # the forward pass twice, and two products for each of its own
+    assert count('dots') == 3 * forward
 
 
 def test_generation_continues_with_the_most_likely_token(params):

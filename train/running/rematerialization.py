@@ -33,7 +33,6 @@ _CHOICES = (
     Remat(save=('attended', 'query', 'key', 'value', 'attention_out')),
     Remat(save=('dots', 'attended')),
 )
-_WITH_MLP = _CHOICES[-1]
 # The formula is not exact, and jax gives programs 75% of the memory of a GPU by default.
 _USABLE = 0.75
 _IN_FLIGHT = 3  # the arrays of one layer: values, gradients, and what is made of them
@@ -81,8 +80,6 @@ def _choose(config: TrainConfig, model: TransformerConfig, plan: Plan) -> tuple[
     tensor //= _num_shards(('batch',), rules, mesh, (rows,))
     best, needed = _FULL, 0.0
     for choice in _CHOICES:
-        if choice is _WITH_MLP and model.experts is not None:
-            break
         peak = _peak(model, plan, sizes, tensor, choice)
         if choice is _FULL or peak <= _USABLE * chip.hbm_bytes_per_device:
             best, needed = choice, peak
@@ -136,7 +133,15 @@ def _sizes_of_layer(config: TrainConfig, model: TransformerConfig, length: int) 
     sizes |= dict.fromkeys(('query', 'attended'), heads * model.head_dim)
     sizes |= dict.fromkeys(('key', 'value'), kv_heads * model.head_dim)
     parts = ('mlp_gate', 'mlp_up') if model.gated_mlp else ('mlp_up',)
-    return sizes | dict.fromkeys(parts, nbytes('length', 'mlp', model.mlp_dim))
+    if model.experts is None:
+        return sizes | dict.fromkeys(parts, nbytes('length', 'mlp', model.mlp_dim))
+    # The buffers of a device have room for all choices of the tokens of all that share the experts.
+    experts = model.experts
+    choices = experts.num_selected_experts * _num_shards(
+        ('expert',), rules, mesh, (experts.num_experts,)
+    )
+    sizes |= dict.fromkeys(parts, choices * nbytes('length', 'expert_mlp', model.mlp_dim))
+    return sizes | {'mlp_out': choices * nbytes('length', 'embed', model.embed_dim)}
 
 
 def _num_shards(

@@ -11,6 +11,7 @@ inputs and outputs of a matrix.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from flax.core import spmd
 from jax.sharding import PartitionSpec as P
 
 from partitioning import logical_to_mesh_axes
+from partitioning.products import scatter_sum
 from partitioning.rules import as_tuple
 from train.errors import ConfigError
 from train.models.experts.routing import Routing, combine, dispatch, invert, take_rows
@@ -99,9 +101,9 @@ def apply_experts(
         return logical_to_mesh_axes(names, rules, mesh=mesh, shape=shape, on_indivisible=policy)
 
     batch = P(spec(x_NM, 'batch', None)[0])
-    into = spec(mlps.into_hidden[0], 'expert', None, 'expert_mlp')
-    out = spec(mlps.out, 'expert', 'expert_mlp', None)
-    axes, hidden = as_tuple(into[0]), as_tuple(into[2])
+    into = spec(mlps.into_hidden[0], 'expert', 'embed', 'expert_mlp')
+    out = spec(mlps.out, 'expert', 'expert_mlp', 'embed')
+    axes, gathered, hidden = map(as_tuple, into)
     sharded = as_tuple(logical_to_mesh_axes(('batch',), rules, mesh=mesh)[0])
     if missing := [axis for axis in axes if axis not in sharded]:
         raise ConfigError(
@@ -114,7 +116,7 @@ def apply_experts(
     of_mlps = dataclasses.replace(mlps, **specs)
 
     def local(mlps: Mlps, *arrays: jax.Array) -> jax.Array:
-        return _apply_local(mlps, *arrays, axes=axes, hidden_axes=hidden)
+        return _apply_local(mlps, *arrays, axes=axes, gathered_axes=gathered, hidden_axes=hidden)
 
     return jax.shard_map(local, in_specs=(of_mlps, *[batch] * 4), out_specs=batch, check_vma=False)(
         mlps, x_NM, experts_NK, weights_NK, ids_NK
@@ -129,12 +131,14 @@ def _apply_local(
     ids_NK: jax.Array,
     *,
     axes: tuple[str, ...] = (),
+    gathered_axes: tuple[str, ...] = (),
     hidden_axes: tuple[str, ...] = (),
 ) -> jax.Array:
     """The same on one device, which holds some of the tokens and some of the experts.
 
-    Experts are sharded over `axes`, and their hidden layers over `hidden_axes`. The ids are the
-    numbers of the choices among the choices of all devices.
+    Experts are sharded over `axes`, and their hidden layers over `hidden_axes`. The dimension M of
+    their kernels is gathered over `gathered_axes`. The ids are the numbers of the choices among the
+    choices of all devices.
     """
     devices = math.prod(jax.lax.axis_size(axis) for axis in axes)
     routed, counts_DH = _sort_by_device(experts_NK, weights_NK, devices, mlps.out.shape[0])
@@ -143,52 +147,91 @@ def _apply_local(
     # Each row's expert: the rows of a device are sorted, and the rows behind them are free.
     places_C, ends_DH = jnp.arange(x_DCM.shape[1]), jnp.cumsum(counts_DH, axis=1)
     held_S = jnp.ravel(jnp.sum(places_C[:, None] >= ends_DH[:, None], axis=-1))
-    order_S = jnp.argsort(held_S, stable=True)
-    back_S = jnp.argsort(order_S)
-    x_SM = take_rows(x_DCM.reshape(1, held_S.size, -1), order_S[None], back_S[None, :, None])[0]
+    # The rows of one device have the order already.
+    order_S = jnp.argsort(held_S, stable=True) if devices > 1 else None
+    back_S = None if order_S is None else jnp.argsort(order_S)
+    x_SM = _reorder(x_DCM.reshape(held_S.size, -1), order_S, back_S)
     sizes_H = jnp.sum(counts_DH, axis=0)
 
-    def multiply(rows: jax.Array, kernels: jax.Array) -> jax.Array:
-        return multiply_groups(rows, kernels, sizes_H)
+    def into_hidden(rows: jax.Array, kernels: jax.Array) -> jax.Array:
+        return multiply_groups(rows, kernels, sizes_H, gathered_axes, 1)
 
     def sample(key: jax.Array, probability: float, shape: tuple[int, ...]) -> jax.Array:
         ids_DC = jnp.ravel(ids_NK)[jnp.minimum(routed.choices_GS, ids_NK.size - 1)]
-        ids_S = jnp.ravel(_exchange(ids_DC.reshape(x_DCM.shape[:2]), axes))[order_S]
+        ids_S = jnp.ravel(_exchange(ids_DC.reshape(x_DCM.shape[:2]), axes))
+        ids_S = ids_S if order_S is None else ids_S[order_S]
         return _sample_rows(key, probability, ids_S, shape[1], hidden_axes)
 
-    y_SM = multiply(mlps.hidden(x_SM, multiply, sample), mlps.out)
-    y_SM = jnp.where((held_S[order_S] < sizes_H.size)[:, None], y_SM, 0)
+    hidden_SF = mlps.hidden(x_SM, into_hidden, sample)
+    y_SM = multiply_groups(hidden_SF, mlps.out, sizes_H, gathered_axes, 2)
+    is_free_S = jnp.arange(held_S.size) >= jnp.sum(sizes_H)
+    y_SM = jnp.where(is_free_S[:, None], 0, y_SM)
     y_SM = jax.lax.psum(y_SM, hidden_axes)
-    y_SM = take_rows(y_SM[None], back_S[None], order_S[None, :, None])[0]
-    y_DCM = _exchange(y_SM.reshape(x_DCM.shape), axes)
+    y_SM = _reorder(y_SM, back_S, order_S)
+    # Kept after the exchange: the weights of the experts need it for their gradients.
+    y_DCM = named(_exchange(y_SM.reshape(x_DCM.shape), axes), 'mlp_out')
     return combine(y_DCM.reshape(1, *y_SM.shape), routed)[0]
 
 
-@jax.custom_vjp
-def multiply_groups(rows_SI: jax.Array, kernels_HIO: jax.Array, sizes_H: jax.Array) -> jax.Array:
+def _reorder(x_SM: jax.Array, order_S: jax.Array | None, back_S: jax.Array | None) -> jax.Array:
+    """Takes rows in an order, of which `back_S` is the inverse; None keeps them."""
+    if order_S is None or back_S is None:
+        return x_SM
+    return take_rows(x_SM[None], order_S[None], back_S[None, :, None])[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def multiply_groups(
+    rows_SI: jax.Array,
+    kernels_HIO: jax.Array,
+    sizes_H: jax.Array,
+    axes: tuple[str, ...] = (),
+    dimension: int = 0,
+) -> jax.Array:
     """Multiplies the rows of each group by its matrix, [S, O]: `jax.lax.ragged_dot`.
 
-    Its gradient never contracts the last dimension of matrices. The compiler of TPUs would run out
+    Matrices whose `dimension` is sharded over Manual mesh axes are gathered, and again for the
+    gradients. The gradient of the matrices is scattered while it is summed over these axes.
+
+    The gradient never contracts the last dimension of matrices. The compiler of TPUs would run out
     of vector memory, for instance on v6e with the matrices of Mixtral.
     """
-    return jax.lax.ragged_dot(rows_SI, kernels_HIO, sizes_H)
+    return jax.lax.ragged_dot(rows_SI, _gather(kernels_HIO, axes, dimension), sizes_H)
+
+
+def _gather(kernels_HIO: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
+    if not axes:
+        return kernels_HIO
+    return jax.lax.all_gather(kernels_HIO, axes, axis=dimension, tiled=True)
 
 
 def _multiply_forward(
-    rows_SI: jax.Array, kernels_HIO: jax.Array, sizes_H: jax.Array
+    rows_SI: jax.Array,
+    kernels_HIO: jax.Array,
+    sizes_H: jax.Array,
+    axes: tuple[str, ...],
+    dimension: int,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return jax.lax.ragged_dot(rows_SI, kernels_HIO, sizes_H), (rows_SI, kernels_HIO, sizes_H)
+    y_SO = jax.lax.ragged_dot(rows_SI, _gather(kernels_HIO, axes, dimension), sizes_H)
+    return y_SO, (rows_SI, kernels_HIO, sizes_H)
 
 
-def _multiply_backward(given: tuple[jax.Array, ...], change_SO: jax.Array) -> tuple[Any, ...]:
+def _multiply_backward(
+    axes: tuple[str, ...], dimension: int, given: tuple[jax.Array, ...], change_SO: jax.Array
+) -> tuple[Any, ...]:
     rows_SI, kernels_HIO, sizes_H = given
+    kernels_HIO = _gather(kernels_HIO, axes, dimension)
     of_kernels = jax.linear_transpose(
         lambda kernels: jax.lax.ragged_dot(rows_SI, kernels, sizes_H), kernels_HIO
     )
     # Without the barriers, the transposition would become a part of the product again.
     change_SO = jax.lax.optimization_barrier(change_SO)
     kernels_HOI = jax.lax.optimization_barrier(jnp.swapaxes(kernels_HIO, 1, 2))
-    return jax.lax.ragged_dot(change_SO, kernels_HOI, sizes_H), *of_kernels(change_SO), None
+    change_SI = jax.lax.ragged_dot(change_SO, kernels_HOI, sizes_H)
+    (change_HIO,) = of_kernels(change_SO)
+    if axes:
+        change_HIO = scatter_sum(change_HIO, axes, dimension)
+    return change_SI, change_HIO, None
 
 
 multiply_groups.defvjp(_multiply_forward, _multiply_backward)
