@@ -32,7 +32,18 @@ _1B = {
     'vocab_size': 32_768,
 }
 _8B, _70B = {'model_name': 'llama3-8b'}, {'model_name': 'llama3-70b'}
-_EXPERTS = {'max_target_length': 4096}
+# With experts, its word for all products leaves out half of the hidden layers.
+_EXPERTS = {
+    'max_target_length': 4096,
+    'remat_policy': 'custom',
+    **dict.fromkeys(
+        (
+            *('query_proj', 'key_proj', 'value_proj', 'context', 'out_proj'),
+            *('moe_mlpwi_0', 'moe_mlpwi_1', 'moe_mlpwo'),
+        ),
+        'device',
+    ),
+}
 # The runs that MaxText can repeat, and what it needs for them besides the layout.
 PEERS: dict[str, dict[str, Any]] = {
     '1b_auto': _1B,

@@ -221,17 +221,28 @@ def _multiply_backward(
 ) -> tuple[Any, ...]:
     rows_SI, kernels_HIO, sizes_H = given
     kernels_HIO = _gather(kernels_HIO, axes, dimension)
-    of_kernels = jax.linear_transpose(
-        lambda kernels: jax.lax.ragged_dot(rows_SI, kernels, sizes_H), kernels_HIO
-    )
     # Without the barriers, the transposition would become a part of the product again.
     change_SO = jax.lax.optimization_barrier(change_SO)
     kernels_HOI = jax.lax.optimization_barrier(jnp.swapaxes(kernels_HIO, 1, 2))
     change_SI = jax.lax.ragged_dot(change_SO, kernels_HOI, sizes_H)
-    (change_HIO,) = of_kernels(change_SO)
-    if axes:
-        change_HIO = scatter_sum(change_HIO, axes, dimension)
-    return change_SI, change_HIO, None
+    if dimension == 2:  # narrow shards of the last dimension would be sums of whole matrices
+        of_kernels = _gradient_of_kernels(change_SO, rows_SI, kernels_HOI, sizes_H, axes)
+        return change_SI, jnp.swapaxes(of_kernels, 1, 2), None
+    return change_SI, _gradient_of_kernels(rows_SI, change_SO, kernels_HIO, sizes_H, axes), None
+
+
+def _gradient_of_kernels(
+    rows_SI: jax.Array,
+    change_SO: jax.Array,
+    kernels_HIO: jax.Array,
+    sizes_H: jax.Array,
+    axes: tuple[str, ...],
+) -> jax.Array:
+    """Returns the gradient of kernels that are linear maps of rows; I is scattered over `axes`."""
+    (gradient_HIO,) = jax.linear_transpose(
+        lambda kernels: jax.lax.ragged_dot(rows_SI, kernels, sizes_H), kernels_HIO
+    )(change_SO)
+    return scatter_sum(gradient_HIO, axes, 1) if axes else gradient_HIO
 
 
 multiply_groups.defvjp(_multiply_forward, _multiply_backward)
