@@ -59,7 +59,7 @@ def run_named(
     options = parser.parse_args()
     names, results = parse_names(options.names, known, what), read_results(options.results)
     if options.list:
-        print(*(f'{name:<25}{known[name]}' for name in names), sep='\n')
+        print(*(f'{name:<28}{known[name]}' for name in names), sep='\n')
         return {}
     for name in names:
         if options.again or name not in results:

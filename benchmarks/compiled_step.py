@@ -245,10 +245,11 @@ def print_comparison(results: Mapping[str, Mapping[str, Any]]) -> None:
     print('peak GB / sent GB / ms of the step (products + kernels + exchanges + the rest)')
     for row in PEERS:
         both = [results.get(name) for name in (row, f'{row}{_PEER}')]
-        print(f'{row:<25}', *('' if one is None else _show_step(one) for one in both), sep='  ')
+        for who, one in zip(('ours', 'MaxText'), both, strict=True):
+            if one is not None:
+                print(f'{row:<25}{who:<9}{_show_step(one)}')
         if all(both):
-            ours, peer = both
-            print(f'  ratio of the steps {ours["step"] / peer["step"]:.3f}, {ours["remat"]}')
+            print(f'{"":<25}ratio of the steps {both[0]["step"] / both[1]["step"]:.3f}')
 
 
 def _show_step(found: Mapping[str, Any]) -> str:
