@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from etils import epath
 from flax import traverse_util
 from jax import export
 
-from partitioning.untrusted_text import parse_json
+from partitioning.untrusted_text import parse_json, printable
 from train.checkpoints.arrays.placing import read_all
 from train.checkpoints.orbax.files import read_orbax
 from train.errors import ConfigError, first_line, import_optional
@@ -20,6 +21,14 @@ from train.paths import absolute, as_path
 
 PROGRAM, PARAMETERS, DESCRIPTION = 'program.stablehlo', 'params', 'export.json'
 PLATFORMS = ('cpu', 'cuda', 'tpu')
+# What programs of jax.export call: libraries of linear algebra, kernels of TPUs, and the compiler.
+# What runs on the host, such as callbacks and kernels of Mosaic for GPUs, is not among it.
+_CALLED = re.compile(
+    r'(lapack|cusolver|cusparse|hipsolver|cu|hip)_\w+|(stablehlo|xla\.sdy)\.\w+|Sharding|SPMD\w+|'
+    r'annotate_device_placement|Eigh|Qr|ProductOfElementaryHouseholderReflectors|LuDecomposition|'
+    r'ApproxTopK|tpu_custom_call|AllocateBuffer|shape_assertion'
+)
+_CALLS = re.compile(r'(?:custom_call @|call_target_name = )(?:"([^"]*)"|([^(\s]+))')
 # The name of a batch size that the caller of a program decides.
 BATCH = 'batch'
 
@@ -158,7 +167,8 @@ def load_program(folder: str | epath.Path, sharding: Any = None) -> Program:
         default, the first device of this process.
 
     Raises:
-      ConfigError: if there is no program, or if its files are damaged.
+      ConfigError: if there is no program, if its files are damaged, or if it calls functions that
+        programs of jax.export do not call.
     """
     folder = absolute(as_path('the folder of the program', folder))
     if not (folder / DESCRIPTION).exists():
@@ -167,6 +177,7 @@ def load_program(folder: str | epath.Path, sharding: Any = None) -> Program:
         import_optional('flatbuffers', 'export', 'a program')
         description = parse_json((folder / DESCRIPTION).read_text())
         exported = export.deserialize(bytearray((folder / PROGRAM).read_bytes()))
+        _check_calls(exported, folder)
         stored = read_orbax(folder / PARAMETERS)
         if sharding is None:
             sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -183,3 +194,16 @@ def load_program(folder: str | epath.Path, sharding: Any = None) -> Program:
             f'the program in {folder} is damaged ({first_line(error)}): export it again'
         ) from error
     return Program(exported=exported, params=params, description=description)
+
+
+def _check_calls(exported: export.Exported, folder: epath.Path) -> None:
+    """Checks that a program calls nothing that might do more than compute.
+
+    The runtime trusts the attributes of a call: a wrong one may crash the process, or run anything.
+    """
+    for names in _CALLS.findall(exported.mlir_module()):
+        if not _CALLED.fullmatch(name := ''.join(names)):
+            raise ConfigError(
+                f'the program in {folder} calls {printable(name[:60])}, which may run code on the '
+                'host: export the function without it'
+            )

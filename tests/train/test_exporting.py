@@ -92,3 +92,32 @@ def test_errors_are_one_line(tmp_path):
     (tmp_path / 'one/program.stablehlo').write_bytes(b'')
     with pytest.raises(ConfigError, match='is damaged'):
         load_program(tmp_path / 'one')
+
+
+@pytest.mark.parametrize('name', ['xla_ffi_python_cpu_callback', 'mosaic_gpu_v2', 'a call'])
+def test_a_program_that_calls_more_than_mathematics_is_refused(tmp_path, name):
+    """A wrong index in a call of xla_ffi_python_cpu_callback ends the process of jaxlib 0.10."""
+    check = jax.export.DisabledSafetyCheck.custom_call(name)
+
+    def call(params, batch):
+        kind = jax.ShapeDtypeStruct((2, 3), np.float32)
+        return {'y': jax.ffi.ffi_call(name, kind)(batch['x'], index=np.uint64(5))}
+
+    export_program(affine, PARAMS, ROW, tmp_path / 'one', batch_size=2, platforms=('cpu',))
+    arrays = {'x': jax.ShapeDtypeStruct((2, 3), np.float32)}
+    made = jax.export.export(jax.jit(call), disabled_checks=[check])(PARAMS, arrays)
+    (tmp_path / 'one/program.stablehlo').write_bytes(made.serialize())
+    with pytest.raises(ConfigError, match=f'calls {name}, which may run code on the host'):
+        load_program(tmp_path / 'one')
+
+
+def test_a_program_may_call_the_libraries_of_jax(tmp_path):
+    def solve(params, batch):
+        values, _ = jnp.linalg.eigh(params['m'])
+        return {'y': batch['x'] @ jnp.linalg.cholesky(params['m']), 'values': values}
+
+    params = {'m': jnp.array([[4.0, 0.0, 0.0], [0.0, 9.0, 0.0], [0.0, 0.0, 1.0]])}
+    export_program(solve, params, ROW, tmp_path / 'one', batch_size=1)
+    found = load_program(tmp_path / 'one')({'x': np.ones((1, 3), np.float32)})
+    np.testing.assert_allclose(found['y'], [[2, 3, 1]], rtol=1e-6)
+    np.testing.assert_allclose(found['values'], [1, 4, 9], rtol=1e-5)
