@@ -205,6 +205,17 @@ def test_a_run_on_another_host_without_signs_is_dead(shared, monkeypatch):
         assert files.read() == []
 
 
+def test_a_sign_of_life_from_the_future_delays_a_run_no_longer_than_others(tmp_path, monkeypatch):
+    """As after a wrong clock, or in a copy of a folder that keeps the times."""
+    monkeypatch.setattr(holding.Holding, '_sign', lambda self: None)
+    with another_run(tmp_path, ELSEWHERE):
+        (name,) = claims(tmp_path)
+        os.utime(tmp_path / name, (4e9, 4e9))
+        clock = Clock()
+        with hold(tmp_path, clock):
+            assert clock.now - 1000 <= holding.SECONDS_UNTIL_DEAD + 1
+
+
 def test_the_clocks_of_hosts_need_not_agree(tmp_path):
     """A claim from a host whose clock is a day behind, on a file system with the right time."""
     with another_run(tmp_path, ELSEWHERE):

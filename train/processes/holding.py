@@ -152,10 +152,11 @@ class Holding:
             return 'dead'  # This folder is a copy of the one that the process holds.
         if state != 'unknown':
             return state
-        told = False
+        told, began = False, self._timing.now()
         first = sign = self._files.last_sign(other.token)
         while sign is not None and first is not None:
-            age = self._timing.now() + offset - sign
+            # A sign may be dated in the future, where a clock was wrong or a copy kept the time.
+            age = max(self._timing.now() + offset - sign, self._timing.now() - began)
             if sign != first:
                 return 'alive'
             if age >= SECONDS_UNTIL_DEAD:
