@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import jax
 import pytest
 
 from train.errors import ConfigError
+from train.processes import output
 from train.processes.activity import Activity
-from train.processes.watchdog import Watchdog, WatchdogConfig
+from train.processes.watchdog import Watchdog, WatchdogConfig, _report
 
 pytestmark = pytest.mark.core
 
@@ -176,6 +178,33 @@ def test_an_invalid_limit(name, value):
 
 
 # Runs.
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """What another user has made in the folder for temporary files, with a link to `mine`."""
+    monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path / 'tmp'))
+    logs, mine = tmp_path / f'tmp/meshwright-logs-{os.getuid()}', tmp_path / 'mine'
+    (tmp_path / 'tmp').mkdir()
+    mine.mkdir()
+    return logs, mine
+
+
+def test_logs_and_stacks_are_not_written_where_another_user_says(places, monkeypatch, capfd):
+    logs, mine = places
+    logs.symlink_to(mine)
+    (logs.parent / 'stacks-of-process-0.txt').symlink_to(mine / 'stacks')
+    _report('stuck', 'gs://bucket/run', 0)
+    assert 'the stacks of all threads are in' in capfd.readouterr().err
+    assert [f.read_text().partition('stuck')[1] for f in logs.parent.glob('*/stacks-*')]
+    assert output._folder_of_logs() not in (logs, mine) and not [*mine.iterdir()]
+    logs.unlink()
+    assert output._folder_of_logs() == output._folder_of_logs() == logs
+    assert logs.stat().st_mode & 0o777 == 0o700
+    user = os.getuid() + 1
+    theirs = logs.rename(logs.with_name(f'meshwright-logs-{user}'))
+    monkeypatch.setattr(os, 'getuid', lambda: user)
+    assert output._folder_of_logs() != theirs
 
 
 def test_a_run_says_what_it_does(tmp_path, run):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -64,9 +65,7 @@ def begin(index: int, folder: str | os.PathLike[str] | None = None) -> Path:
     `folder` is the folder of the file, by default one for this user in the system's folder for
     temporary files. Raises an OSError if the file cannot be written.
     """
-    if folder is None:
-        folder = Path(tempfile.gettempdir()) / f'meshwright-logs-{os.getuid()}'
-    path = Path(folder) / f'process-{index}-{os.getpid()}.log'
+    path = Path(folder or _folder_of_logs()) / f'process-{index}-{os.getpid()}.log'
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (sys.stdout, sys.stderr):
@@ -81,6 +80,18 @@ def begin(index: int, folder: str | os.PathLike[str] | None = None) -> Path:
     if absl := sys.modules.get('absl.logging'):
         absl.get_absl_handler().python_handler.stream = sys.stderr
     return path
+
+
+def _folder_of_logs() -> Path:
+    """The folder of this user, or a new one if another user has made something of that name."""
+    folder = Path(tempfile.gettempdir()) / f'meshwright-logs-{os.getuid()}'
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
+        return Path(tempfile.mkdtemp(prefix='meshwright-logs-'))
+    folder.chmod(0o700)  # Whoever can write to it could make a link in the place of a log.
+    return folder
 
 
 def error_fd() -> int:

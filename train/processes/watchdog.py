@@ -153,9 +153,10 @@ def end_process(message: str, model_dir: str | os.PathLike[str], process: int) -
 
 def _report(message: str, model_dir: str | os.PathLike[str], process: int) -> None:
     folder = Path() if is_remote(model_dir) else Path(model_dir).expanduser()
-    if is_remote(model_dir) or not folder.is_dir():
-        folder = Path(tempfile.gettempdir())
     path, where = folder / f'stacks-of-process-{process}.txt', ''
+    if is_remote(model_dir) or not folder.is_dir():
+        # Anyone can write there, so the name of the folder is not known before.
+        path = Path(tempfile.mkdtemp(prefix='meshwright-')) / path.name
     print_error(printable(message))
     try:
         with path.open('a') as file:
