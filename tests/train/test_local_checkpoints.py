@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from small import records
 
 from train.checkpoints import CheckpointConfig, DamagedCheckpoint
-from train.checkpoints.local import exchange, parts, tier
+from train.checkpoints.local import exchange, held, parts, tier
 from train.checkpoints.local.tier import LocalTier, partners_of, slots_of
 from train.checkpoints.steps.finding import examine
 from train.checkpoints.steps.verifying import verify
@@ -185,6 +186,19 @@ def saved_run(start, steps=(5, 10), **settings):
     for step in steps:
         run.save(step)
     return run
+
+
+def test_parts_that_another_user_has_made_are_not_read(start, tmp_path, monkeypatch):
+    saved_run(start)
+    assert start().tiers[0].steps.newest_step(print) == 10
+    monkeypatch.setattr(held.os, 'geteuid', lambda: os.stat(tmp_path).st_uid + 1)
+    assert start().tiers[0].steps.newest_step(print) is None
+    monkeypatch.undo()
+    for name in tmp_path.glob('?/*'):
+        assert name.stat().st_mode & 0o077 == 0, 'others may not read the state'
+        moved = name.rename(tmp_path / f'{name.parent.name}-moved')
+        name.symlink_to(moved)
+    assert start().tiers[0].steps.newest_step(print) is None
 
 
 def test_after_the_loss_of_a_host_its_part_comes_from_its_partner(start, tmp_path):

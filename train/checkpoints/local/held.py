@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 import threading
 from collections.abc import Callable, Collection, Iterator
 
@@ -46,7 +47,7 @@ class HeldParts:
 
     def _look(self, start: str) -> Iterator[tuple[epath.Path, int, Key]]:
         slots = self._directory / start
-        for slot in slots.iterdir() if slots.is_dir() else ():
+        for slot in slots.iterdir() if _is_own_folder(slots) else ():
             if not slot.name.isdecimal() or int(slot.name) % self._count != self._slot:
                 continue
             for parts in slot.iterdir():
@@ -72,6 +73,7 @@ class HeldParts:
     def prepare(self, key: Key) -> epath.Path:
         """Returns a new folder for a part, which replaces an earlier attempt to write it."""
         folder = self._directory / key.start / str(self._slot) / key.folder
+        (self._directory / key.start).mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         make_room(folder, key.step, needs_manifest=True, is_damaged=True)
         unfinished_file(folder).write_text('')  # so that it is known whose folder it is
@@ -111,3 +113,16 @@ class HeldParts:
         for folder in [*folders, start]:
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
+
+
+def _is_own_folder(path: epath.Path) -> bool:
+    """Whether it is a folder of this user.
+
+    Where all users can write, such as in /dev/shm, another one may make one that has the name of a
+    start, with parts of another state.
+    """
+    try:
+        about = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid()
