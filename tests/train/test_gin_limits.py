@@ -61,6 +61,15 @@ HOSTILE = {
     'an infinite number': ('A = 1e999', 'A is inf: write a finite number'),
     'a negative infinite number': ('A = -1e999', 'A is -inf: write a finite number'),
     'a null byte in a text': (r"A = 'a\0b'", 'A contains a null byte'),
+    'a folder that XLA writes': ("A = {{'xla_dump_to': 'x'}}", 'option xla_dump_to.*in XLA_FLAGS'),
+    'a folder whose programs XLA runs': (
+        "A = 'xla_gpu_cuda_data_dir'\nB = {{%A: 'x'}}",
+        'option xla_gpu_cuda_data_dir',
+    ),
+    'options of LLVM': (
+        "A = {{'--xla_backend_extra_options': 'x'}}",
+        '--xla_backend_extra_options',
+    ),
     'a null byte in bytes': (r"A = b'a\x00b'", 'A contains a null byte'),
     'a nested list': (f'A = {"[" * 40_000}', 'syntax error|nested too deeply'),
     'nested and closed': (f'A = {"[" * 5000}{"]" * 5000}', 'syntax error|nested too deeply'),

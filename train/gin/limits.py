@@ -10,6 +10,7 @@ import graphlib
 import itertools
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,11 @@ MOST_VALUES = 1_000_000  # after all references are replaced by what they stand 
 _LONGEST_OF_FILE = 50_000  # characters of a line
 LARGEST_INTEGER = 2**64 - 1
 _LONGEST_LINE = 200
+# Options of XLA that name files and folders: it writes to them, and reads or runs what is there.
+# https://github.com/openxla/xla/blob/main/xla/xla.proto, DebugOptions
+_OPTION_WITH_FILES = re.compile(
+    r'-*xla_(\w+_)?((dump|dir|directory|files?|path|extra)(_\w*)?|from|to)'
+)
 
 
 class BeyondLimitsError(ConfigError):
@@ -90,7 +96,8 @@ def check_value(value: Any, place: str, name: str) -> None:
     """Checks that no number or text in a value is of a kind that no setting has.
 
     `name` is the setting, for messages. Raises a BeyondLimitsError if a number is infinite, not a
-    number or beyond 64 bits, or if a text contains a null byte.
+    number or beyond 64 bits, if a text contains a null byte, or if it is an option of the compiler
+    that names files.
     """
     for part in _leaves(value):
         if isinstance(part, int) and abs(part) > LARGEST_INTEGER:
@@ -102,6 +109,11 @@ def check_value(value: Any, place: str, name: str) -> None:
             raise BeyondLimitsError(f'{place}: {name} is {part}: write a finite number')
         if (isinstance(part, str) and '\0' in part) or (isinstance(part, bytes) and 0 in part):
             raise BeyondLimitsError(f'{place}: {name} contains a null byte')
+        if isinstance(part, str) and _OPTION_WITH_FILES.fullmatch(part):
+            raise BeyondLimitsError(
+                f'{place}: {name} contains the compiler option {part}, by which the compiler may '
+                f'write files, or run what it finds in them: set it in XLA_FLAGS'
+            )
 
 
 def count_values(value: Any) -> int:
