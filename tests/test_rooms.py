@@ -266,7 +266,7 @@ def test_a_training_run_loads_what_it_uses(tmp_path):
         return own, sum(n for p, n in by_package.items() if p not in sys.stdlib_module_names)
 
     assert 'train.running.training' in imported
-    for loaded, most in ((imported, (178, 760)), (stepped, (182, 775)), (configured, (218, 785))):
+    for loaded, most in ((imported, (179, 760)), (stepped, (183, 775)), (configured, (219, 785))):
         own, foreign = counts(loaded)
         assert own <= most[0] and foreign <= most[1], (own, foreign)
         assert not {'meshwright', 'flax.nnx', 'tensorboardX'} & loaded

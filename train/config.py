@@ -120,8 +120,8 @@ class TrainConfig:
       compilation_cache: the folder in which compiled programs are kept, so that the next start need
         not compile them: 'auto', a path, or None. 'auto' is the folder that the user has given to
         jax, such as JAX_COMPILATION_CACHE_DIR, or else `meshwright/programs` in the user's cache
-        directory; with several processes, `<model_dir>/programs`. Only people whom you trust may
-        be able to write to it.
+        directory; with several processes, `<model_dir>/programs`. Only programs with
+        the seal of this user are read.
       prefetch: how far ahead of the steps batches are read.
       collect_garbage_every: the number of steps between collections of Python's garbage, which
         then happen at no other time. 0 leaves them to Python.

@@ -21,7 +21,7 @@
 set -uo pipefail
 code=0
 # By this secret the processes know each other; srun passes it on.
-MESHWRIGHT_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+MESHWRIGHT_SECRET=one-run-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
 export MESHWRIGHT_SECRET
 # The processes end each other. srun must not kill those that still save.
 srun --kill-on-bad-exit=0 "${PROGRAM:-meshwright}" train "$@" --multihost || code=$?

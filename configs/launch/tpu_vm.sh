@@ -14,7 +14,7 @@
 # RESTARTS  how often an interrupted run is started again (10)
 set -euo pipefail
 # By this secret the processes know each other.
-secret=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+secret=one-run-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
 printf -v command '%q ' env "MESHWRIGHT_SECRET=$secret" \
   "${PROGRAM:-meshwright}" train "$@" --multihost
 for ((restarts = ${RESTARTS:-10}; ; restarts--)); do

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import hmac
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -21,7 +21,10 @@ from partitioning.library_files import is_library_file
 # The cuDNN that described GPUs are taken to have, as jax counts its versions: 9.13.0.
 _DESCRIBED_VERSION = 91300
 _PROCESS_INDEX = xla_bridge.process_index
+_find_programs = compilation_cache._get_cache
 _read_program = compilation_cache.get_executable_and_time
+_SEAL_BYTES = 32
+_Note = Callable[[str], None]
 
 
 @contextlib.contextmanager
@@ -76,39 +79,69 @@ def keep_programs_of_this_process() -> None:
     inside.distributed = SimpleNamespace(global_state=_AsProcess0())
 
 
-def check_kept_programs(on_read: Callable[[str], None], on_damage: Callable[[str], None]) -> None:
-    """Makes jax keep programs with a checksum, and compile again those that it cannot read.
+class _SealedPrograms:
+    """jax's folder of programs, in which only those with the seal of this user are found.
 
-    A damaged program without a checksum may compute something else or crash the process. jax keeps
-    no program in the place of another one, so `on_damage` has to remove it.
-
-    Args:
-      on_read: called with the key of a program that jax has read.
-      on_damage: called with the key of a program that was damaged.
+    The seal, 32 bytes before a program, is an HMAC-SHA256 of its name and its bytes. The names of
+    files depend on the secret, too, so that users who share a folder do not replace each other's.
     """
 
-    def read(key: str, *arguments: Any) -> tuple[Any, int | None]:
+    def __init__(self, kept: Any, secret: bytes, on_read: _Note, on_damage: _Note):
+        self._kept, self._secret = kept, secret
+        self._on_read, self._on_damage = on_read, on_damage
+
+    def name(self, key: str) -> str:
+        return f'{key}-{self._seal(key)[:4].hex()}'
+
+    def get(self, key: str) -> bytes | None:
+        found = self._kept.get(name := self.name(key))
+        if found is None:
+            return None
+        seal, program = found[:_SEAL_BYTES], found[_SEAL_BYTES:]
+        if not hmac.compare_digest(seal, self._seal(name, program)):
+            self._on_damage(name)
+            return None
+        self._on_read(name)
+        return program
+
+    def put(self, key: str, program: bytes) -> None:
+        name = self.name(key)
+        self._kept.put(name, self._seal(name, program) + program)
+
+    def _seal(self, name: str, program: bytes = b'') -> bytes:
+        code = hmac.new(self._secret, name.encode() + b'\0', 'sha256')
+        code.update(program)
+        return code.digest()
+
+
+def seal_kept_programs(secret: bytes, on_read: _Note, on_damage: _Note) -> None:
+    """Makes jax keep programs with a seal, and compile again those that it cannot read.
+
+    A program is code that runs, so one that others have made is not read. Nor is a damaged one,
+    which may compute something else or crash the process. jax keeps no program in the place of
+    another one, so `on_damage` has to remove it.
+
+    Args:
+      secret: what only processes of this user know.
+      on_read: called with the name of a program that jax reads, without the ending of its file.
+      on_damage: called with the name of a program that was changed or cannot be read.
+    """
+
+    def sealed(backend: Any) -> Any:
+        kept = _find_programs(backend)
+        return kept and _SealedPrograms(kept, secret, on_read, on_damage)
+
+    def read(key: str, options: Any, backend: Any, *devices: Any) -> tuple[Any, int | None]:
         try:
-            found = _read_program(key, *arguments)
+            return _read_program(key, options, backend, *devices)
         except OSError:
             raise
-        except Exception:  # also a MemoryError, from a damaged size
-            on_damage(key)
+        except Exception:  # It has the right seal, but this jaxlib cannot read it.
+            on_damage(sealed(backend).name(key))
             return None, None
-        if found[0] is not None:
-            on_read(key)
-        return found
 
     inside: Any = compilation_cache
-    inside.get_executable_and_time = read
-    # zlib, which jax uses without zstandard, has a checksum.
-    if getattr(inside, 'zstd', None) is not None:
-        options = {inside.zstd.CompressionParameter.checksum_flag: 1}
-        inside.compress_executable = lambda data: inside.zstd.compress(data, options=options)
-    elif inside.zstandard is not None:
-        # One for each program, because threads that share one crash the process.
-        compressor = functools.partial(inside.zstandard.ZstdCompressor, write_checksum=True)
-        inside.compress_executable = lambda data: compressor().compress(data)
+    inside._get_cache, inside.get_executable_and_time = sealed, read
 
 
 def num_cached(jitted: Any) -> int:

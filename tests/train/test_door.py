@@ -15,14 +15,8 @@ from train.processes import channel
 from train.processes.channel import interface_of, open_channel, packages
 from train.processes.disagreements import NotTogether
 from train.processes.launching.attempts import reserved_port
-from train.processes.wire import (
-    Connection,
-    Limits,
-    find_secret,
-    greeting,
-    make_seals,
-    read_greeting,
-)
+from train.processes.secret import find_secret, secret_of_one_run
+from train.processes.wire import Connection, Limits, greeting, make_seals, read_greeting
 
 pytestmark = pytest.mark.core
 
@@ -257,6 +251,14 @@ def test_the_secret_of_a_user_is_made_once_and_is_private(tmp_path):
     [path] = (tmp_path / 'meshwright').iterdir()
     assert len(found) == 8 and {one.decode() for one in found} == {path.read_text().strip()}
     assert path.stat().st_mode & 0o777 == 0o600 and len(found[0]) == 32
+
+
+def test_what_outlasts_a_run_has_another_secret_than_the_run(tmp_path):
+    one_run, of_user = secret_of_one_run(), find_secret({}, tmp_path)
+    for text, lasting in ((one_run, of_user), (SECRET, SECRET.encode())):
+        environ = {'MESHWRIGHT_SECRET': text}
+        assert find_secret(environ, tmp_path) == text.encode()
+        assert find_secret(environ, tmp_path, lasting=True) == lasting
 
 
 def test_secrets_that_are_none(tmp_path):

@@ -13,6 +13,7 @@ from train.processes import together
 from train.processes.disagreements import differences, disagreement
 from train.processes.hub import Hub
 from train.processes.joining import relay
+from train.processes.member import Member
 from train.processes.unanswered import UnansweredConnections
 from train.processes.wire import Connection, Limits
 
@@ -61,6 +62,23 @@ def test_values_are_gathered_in_the_order_of_the_processes():
         run.say(index, 'gather', number=1, name='input', value=index * 10)
     for index in range(3):
         assert run.heard(index) == [{'kind': 'result', 'number': 1, 'values': [0, 10, 20]}]
+
+
+def test_a_secret_of_process_0_reaches_all_and_is_in_no_line(monkeypatch):
+    members, sent = [Member(None, i, 2, Limits(), b'of the run') for i in range(2)], []
+    secret = bytes(range(32))
+
+    def gather(member, title, value):
+        sent.append(value)
+        return sent[:1]
+
+    monkeypatch.setattr(Member, 'gather', gather)
+    assert [members[0].share(secret), members[1].share(None)] == [secret, secret]
+    assert secret.hex() not in str(sent) and sent[1] is None
+    outsider = Member(None, 1, 2, Limits(), b'of another run')
+    assert outsider.share(None) != secret
+    sent.clear()
+    assert [members[0].share(None), members[1].share(None)] == [None, None]
 
 
 def test_processes_that_do_different_things_end():

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -23,6 +22,8 @@ from train.machine.compiling import _Folders, _remove_oldest, use_compilation_ca
 from train.reporting import meter as start_up
 from train.running.programs import keep_programs
 
+SECRET = b'32 bytes that one user alone has'
+
 
 @pytest.fixture
 def cache(monkeypatch):
@@ -32,13 +33,13 @@ def cache(monkeypatch):
         jax.config.jax_persistent_cache_min_compile_time_secs,
     )
 
-    def use(setting, directory='run'):
+    def use(setting, directory='run', secret=SECRET):
         said = []
-        use_compilation_cache(setting, Path(directory), said.append)
+        use_compilation_cache(setting, Path(directory), secret, said.append)
         return jax.config.jax_compilation_cache_dir, said
 
     changed = (compiler, 'distributed'), (programs, 'get_executable_and_time')
-    for module, name in (*changed, (programs, 'compress_executable')):
+    for module, name in (*changed, (programs, '_get_cache')):
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr(_Folders, 'of_user', None)
     monkeypatch.setattr(_Folders, 'of_run', None)
@@ -56,6 +57,7 @@ def test_programs_are_kept_in_the_folder_of_the_user(cache, tmp_path, monkeypatc
     assert not said
     assert cache(tmp_path / 'mine') == (str(tmp_path / 'mine'), [])
     assert cache(None) == (None, [])
+    assert cache(tmp_path / 'mine', secret=None) == (None, [])
     assert cache('auto') == (folder, []), (
         'the folder of the run before is not the choice of the user'
     )
@@ -100,15 +102,23 @@ def test_the_programs_of_several_processes_have_a_limit(cache, tmp_path, monkeyp
     assert len(limited) == 1, 'one process suffices'
 
 
-def test_a_damaged_program_is_compiled_again_and_replaced(cache, tmp_path):
+@pytest.fixture
+def compute():
+    """A function that compiles a program, or reads it, and returns its result."""
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+
+    def compute(factor=3):
+        jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+        jax.clear_caches()
+        return jax.jit(lambda x: jnp.sin(x @ x) * factor)(np.full((8, 8), 0.3, np.float32))
+
+    yield compute
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', before)
+
+
+def test_a_damaged_program_is_compiled_again_and_replaced(cache, compute, tmp_path):
     """Without a checksum, a changed bit may crash the process or change what it computes."""
     _, said = cache(tmp_path)
-    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
-
-    def compute():
-        jax.clear_caches()
-        return jax.jit(lambda x: jnp.sin(x @ x) * 3)(np.full((8, 8), 0.3, np.float32))
-
     right = np.asarray(compute())
     [file] = tmp_path.glob('jit__lambda*-cache')
     good, rng = file.read_bytes(), np.random.default_rng(0)
@@ -121,19 +131,43 @@ def test_a_damaged_program_is_compiled_again_and_replaced(cache, tmp_path):
         file.write_bytes(damaged)
         np.testing.assert_array_equal(compute(), right)
         assert file.read_bytes() != damaged and len(said) == number + 1
-    assert said[0] == f'a compiled program was damaged and is compiled again: {file}'
+    assert said[0].startswith('a compiled program was damaged or is not yours, and is compiled')
+    assert said[0].endswith(f': {file}')
 
 
-def test_threads_may_keep_programs_at_the_same_time(cache, tmp_path):
-    """A run compiles in three. A compressor that they share crashes the process."""
+def test_a_program_that_someone_else_has_put_there_is_never_run(cache, compute, tmp_path):
+    """A stranger knows the names of files, and has the same jax, but not the secret."""
+    right, wrong = np.asarray(compute(3)), np.asarray(compute(5))
+    cache(tmp_path / 'theirs', secret=b'32 bytes that the stranger has..')
+    compute(5)
+    [theirs] = (tmp_path / 'theirs').glob('jit__lambda*-cache')
+    _, said = cache(tmp_path / 'mine')
+    compute(5)
+    [other] = (tmp_path / 'mine').glob('jit__lambda*-cache')
+    compute(3)
+    [mine] = {*(tmp_path / 'mine').glob('jit__lambda*-cache')} - {other}
+    assert not np.array_equal(right, wrong) and not said
+    for put in (theirs, other):  # also the user's own program under the name of another one
+        shutil.copy(put, mine)
+        np.testing.assert_array_equal(compute(3), right)
+        assert 'is not yours' in said.pop()
+    # Two users may share a folder: each finds their own.
+    before = theirs.read_bytes()
+    _, said = cache(tmp_path / 'theirs')
+    np.testing.assert_array_equal(compute(5), wrong)
+    assert len([*(tmp_path / 'theirs').glob('jit__lambda*-cache')]) == 2
+    assert theirs.read_bytes() == before and not said
+
+
+def test_only_process_0_removes_a_program(cache, compute, tmp_path, monkeypatch):
     cache(tmp_path)
-    written = [np.random.default_rng(seed).bytes(1000) * 300 for seed in range(3)]
-    with ThreadPoolExecutor(3) as pool:
-        kept = pool.map(
-            lambda data: [programs.compress_executable(data) for _ in range(200)], written
-        )
-        found = [set(map(programs.decompress_executable, files)) for files in kept]
-    assert found == [{data} for data in written]
+    right = np.asarray(compute())
+    [file] = tmp_path.glob('jit__lambda*-cache')
+    file.write_bytes(b'damaged')
+    monkeypatch.setattr(jax, 'process_index', lambda: 1)
+    _, said = cache(tmp_path)
+    np.testing.assert_array_equal(compute(), right)
+    assert file.read_bytes() == b'damaged' and not said
 
 
 def _with_flip(data, bit):

@@ -22,7 +22,7 @@ from train.processes.launching.attempts import (
     visible_gpus,
 )
 from train.processes.launching.spares import Child
-from train.processes.wire import random_secret
+from train.processes.secret import secret_of_one_run
 
 _DESCRIPTION = """\
 Starts several JAX processes of one run on this machine, to try what a cluster does. What follows --
@@ -106,7 +106,7 @@ def make_children(
     shared = [] if gpus else [f'--cpu_devices={devices}']
     if count > 1:
         shared += [f'--coordinator_address=127.0.0.1:{port}', f'--process_count={count}']
-    secret = random_secret()
+    secret = secret_of_one_run()
     each = [gpus[index * devices : (index + 1) * devices] for index in range(count)]
     return [
         Child(

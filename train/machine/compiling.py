@@ -2,8 +2,8 @@
 
 jax keeps compiled programs in a folder, so that a later start need not compile them. jax's keys
 contain the program, its options, the devices, and the versions of jaxlib and the compiler, so all
-of them can share a folder. Anyone who can write to the folder can run code in the processes
-that read it, which is why every user has a separate folder.
+of them can share a folder. A program is code that runs in the process that reads it, so each has a
+seal, which only processes with the secret of its user can make. Others are not read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from partitioning.hardware import (
     change_options,
     default_options,
 )
-from partitioning.hardware.jax_private import check_kept_programs, keep_programs_of_this_process
+from partitioning.hardware.jax_private import keep_programs_of_this_process, seal_kept_programs
 from train.errors import ConfigError
 from train.paths import as_path, is_remote
 
@@ -78,13 +78,17 @@ class _Folders:
 
 
 def use_compilation_cache(
-    setting: CacheSetting, run_directory: epath.Path, say: Callable[[str], None]
+    setting: CacheSetting,
+    run_directory: epath.Path,
+    secret: bytes | None,
+    say: Callable[[str], None],
 ) -> None:
     """Makes jax keep the programs that it compiles from now on, in this whole process.
 
     `run_directory` is the folder of the run. Several processes share a cache there, because all
-    accelerators find the programs of process 0, and the user's folder may be on each host. Raises a
-    ConfigError if the folder of the setting cannot be written.
+    accelerators find the programs of process 0, and the user's folder may be on each host. Programs
+    are sealed with `secret`; without one, none are kept. Raises a ConfigError if the folder of the
+    setting cannot be written.
     """
     keeps = jax.process_index() == 0
     if jax.process_count() > 1 and jax.default_backend() == 'cpu':
@@ -94,16 +98,18 @@ def use_compilation_cache(
     configured = config.jax_compilation_cache_dir
     if configured != _Folders.of_run:
         _Folders.of_user = configured
-    if setting == 'auto':
+    if secret is None:
+        folder = None
+    elif setting == 'auto':
         folder = _Folders.of_user or _automatic(run_directory, say)
     else:
         folder = None if setting is None else str(as_path('TrainConfig.compilation_cache', setting))
         if folder is not None and (problem := _unwritable(folder)):
             raise ConfigError(f'TrainConfig.compilation_cache {folder}: {problem}')
     _Folders.of_run = folder
-    if folder is not None and keeps:
-        kept = functools.partial(_note_use, folder), functools.partial(_remove_damaged, say, folder)
-        check_kept_programs(*kept)
+    if folder is not None and secret is not None:
+        remove = functools.partial(_remove_strange, say, folder) if keeps else _do_nothing
+        seal_kept_programs(secret, functools.partial(_note_use, folder), remove)
     if folder == configured:
         return
     jax.config.update('jax_compilation_cache_dir', folder)
@@ -181,16 +187,20 @@ def _remove_oldest(folder: epath.Path, most_bytes: int = _MOST_BYTES) -> None:
         excess -= size
 
 
-def _note_use(folder: str, key: str) -> None:
+def _note_use(folder: str, name: str) -> None:
     """Gives a local program the time of its last use."""
     if not is_remote(folder):
         with contextlib.suppress(OSError):
-            os.utime(Path(folder) / f'{key}-cache')
+            os.utime(Path(folder) / f'{name}-cache')
 
 
-def _remove_damaged(say: Callable[[str], None], folder: str, key: str) -> None:
-    """Removes a program that jax cannot read, so that jax keeps what it compiles instead."""
-    file = epath.Path(folder) / f'{key}-cache'
-    say(f'a compiled program was damaged and is compiled again: {file}')
+def _do_nothing(name: str) -> None:
+    """Process 0 removes it."""
+
+
+def _remove_strange(say: Callable[[str], None], folder: str, name: str) -> None:
+    """Removes a program that is not read, so that jax keeps what it compiles instead."""
+    file = epath.Path(folder) / f'{name}-cache'
+    say(f'a compiled program was damaged or is not yours, and is compiled again: {file}')
     with contextlib.suppress(OSError):
         file.unlink(missing_ok=True)

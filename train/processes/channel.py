@@ -33,7 +33,8 @@ from train.processes.door import OTHER_SECRET, Door
 from train.processes.hub import Hub
 from train.processes.member import Member
 from train.processes.output import print_error
-from train.processes.wire import VARIABLE, Connection, Limits, Message, find_secret, random_secret
+from train.processes.secret import VARIABLE, find_secret, secret_of_one_run
+from train.processes.wire import Connection, Limits, Message
 
 _PACKAGES = ('meshwright', 'jax', 'jaxlib', 'flax', 'optax', 'numpy', 'orbax-checkpoint', 'libtpu')
 _SECONDS_BETWEEN_TRIES = 0.2
@@ -343,7 +344,7 @@ def _open_over_jax(limits: Limits) -> None:
     hello = _hello(index, count)
     listener = listen(0) if index == 0 else None
     port = 0 if listener is None else listener.getsockname()[1]
-    text = f'{random_secret()} {socket.gethostname()}:{port}'.encode()[:256]
+    text = f'{secret_of_one_run()} {socket.gethostname()}:{port}'.encode()[:256]
     padded = np.zeros(256, np.uint8)
     padded[: len(text)] = np.frombuffer(text, np.uint8)
     told = np.asarray(multihost_utils.broadcast_one_to_all(padded)).astype(np.uint8).tobytes()

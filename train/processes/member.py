@@ -22,7 +22,7 @@ from train.processes.output import print_error
 from train.processes.signals import AFTER_CTRL_C, RESTARTABLE, handling, how_to_resume
 from train.processes.unanswered import UnansweredConnections
 from train.processes.watchdog import end_process
-from train.processes.wire import Connection, Limits, Message
+from train.processes.wire import NONCE_BYTES, Connection, Limits, Message
 
 # How long a process that has raised an error may take to print it.
 SECONDS_TO_FAIL = 2.0
@@ -64,6 +64,24 @@ class Member:
     def secret_for(self, purpose: bytes) -> bytes:
         """A secret that all processes share for other connections than the channel's."""
         return hmac.digest(self._secret, purpose, 'sha256')
+
+    def share(self, own: bytes | None) -> bytes | None:
+        """Returns the 32 secret bytes that process 0 has, or None. All processes call it together.
+
+        Lines are not encrypted, so the bytes are hidden by a key that only processes of the run
+        can derive.
+        """
+        told = None
+        if own is not None:
+            nonce = os.urandom(NONCE_BYTES)
+            told = [nonce.hex(), self._hide(nonce, own).hex()]
+        told = self.gather('sharing a secret', told)[0]
+        return told and self._hide(*map(bytes.fromhex, told))
+
+    def _hide(self, nonce: bytes, data: bytes) -> bytes:
+        """Hides 32 bytes, or shows what was hidden."""
+        key = self.secret_for(b'share' + nonce)
+        return bytes(a ^ b for a, b in zip(data, key, strict=True))
 
     # ---- the calls of the run, in its main thread
 

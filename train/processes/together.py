@@ -7,10 +7,11 @@ of them must call the same functions in the same order, in their main threads.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from train.processes.disagreements import (
 )
 from train.processes.member import SECONDS_FOR_THE_HUB
 from train.processes.output import print_error
+from train.processes.secret import find_secret
 
 _LONGEST_MESSAGE = 1000
 
@@ -188,6 +190,20 @@ def check_shared_folder(setting: str, folder: epath.Path) -> None:
             path.unlink(missing_ok=True)
     # A store has no empty folders: with the file, the folder may go. No process may look before.
     connected_member().gather(title, None)
+
+
+def secret_of_programs(say: Callable[[str], None]) -> bytes | None:
+    """The 32 bytes by which compiled programs of this user are known, which process 0 decides.
+
+    It is None if process 0 can keep no secret, which it says.
+    """
+    own = None
+    if jax.process_index() == 0:
+        try:
+            own = hmac.digest(find_secret(os.environ, lasting=True), b'programs', 'sha256')
+        except ConfigError as error:
+            say(f'compiled programs are not kept: {error}')
+    return own if jax.process_count() == 1 else connected_member().share(own)
 
 
 def gather(title: str, value: Any) -> list[Any]:

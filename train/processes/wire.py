@@ -14,100 +14,15 @@ import hashlib
 import hmac
 import json
 import os
-import secrets
 import socket
-import stat
 import threading
 import time
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from partitioning.untrusted_text import parse_json, read_regular_file
-from train.errors import ConfigError, check_seconds
+from partitioning.untrusted_text import parse_json
+from train.errors import check_seconds
 
-VARIABLE, FILE_VARIABLE = 'MESHWRIGHT_SECRET', 'MESHWRIGHT_SECRET_FILE'
 NONCE_BYTES = 16
-_LEAST_CHARACTERS = 16
-_MOST_BYTES = 4096
-_HOW_TO_MAKE_ONE = 'such as the output of `openssl rand -hex 16`'
-
-
-def find_secret(environ: Mapping[str, str], config_home: Path | None = None) -> bytes:
-    """The secret of the run of this process.
-
-    It is the text of MESHWRIGHT_SECRET, or of the file of MESHWRIGHT_SECRET_FILE. Without either,
-    it is in meshwright/secret below the user's folder of configurations, and is made there once:
-    processes of one user on one host, or on hosts with a shared home, need no setting.
-    `config_home` is the folder of configurations, by default XDG_CONFIG_HOME or ~/.config. Raises a
-    ConfigError if both are set, if the secret is short, or if others may read the file.
-    """
-    text, file = environ.get(VARIABLE), environ.get(FILE_VARIABLE)
-    if text is not None and file is not None:
-        raise ConfigError(f'{VARIABLE} and {FILE_VARIABLE} are both set: unset one of them')
-    if text is not None:
-        return _checked(text, VARIABLE)
-    if file is not None:
-        return _read(Path(file), f'{FILE_VARIABLE}={file}')
-    try:
-        base = config_home or Path(environ.get('XDG_CONFIG_HOME') or Path.home() / '.config')
-        path = base / 'meshwright' / 'secret'
-        if not path.exists():
-            _make(path)
-    except (OSError, RuntimeError) as error:
-        raise ConfigError(
-            f'the secret by which the processes of a run know each other cannot be kept in the '
-            f'home folder ({error}): set {VARIABLE} to the same text of at least '
-            f'{_LEAST_CHARACTERS} characters for all of them, {_HOW_TO_MAKE_ONE}'
-        ) from error
-    return _read(path, str(path))
-
-
-def random_secret() -> str:
-    """A new secret, as text."""
-    return secrets.token_hex(16)
-
-
-def _checked(text: str, name: str) -> bytes:
-    text = text.strip()
-    if len(text) < _LEAST_CHARACTERS:
-        raise ConfigError(
-            f'{name} is too short ({len(text)} of at least {_LEAST_CHARACTERS} characters): use '
-            f'a longer one, {_HOW_TO_MAKE_ONE}'
-        )
-    return text.encode(errors='surrogateescape')
-
-
-def _read(path: Path, name: str) -> bytes:
-    """Reads the file of a secret, which must be a file that nobody else can read."""
-    try:
-        found = read_regular_file(path, _MOST_BYTES)
-    except OSError as error:
-        raise ConfigError(f'{name} cannot be read ({os.strerror(error.errno or 0)})') from error
-    if found is None:
-        raise ConfigError(f'{name} is not a file')
-    text, mode = found
-    if mode & 0o077:
-        raise ConfigError(
-            f'{name} can be read by other users (mode {stat.S_IMODE(mode):o}): run chmod 600 {path}'
-        )
-    return _checked(text.decode(errors='surrogateescape'), name)
-
-
-def _make(path: Path) -> None:
-    """Makes the file of a secret. Of several processes that make it, one succeeds."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f'{path.name}.{secrets.token_hex(8)}')
-    file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with open(file, 'w') as opened:
-            opened.write(f'{random_secret()}\n')
-        try:
-            os.link(unfinished, path)
-        except FileExistsError:
-            return
-    finally:
-        os.unlink(unfinished)
 
 
 class Seal:

@@ -29,7 +29,7 @@ from train.objectives import Objective, TokenLoss
 from train.optimizers import AveragedState, as_transformation, with_average
 from train.paths import as_folder
 from train.processes.activity import calling_compiler
-from train.processes.together import agree_on
+from train.processes.together import agree_on, secret_of_programs
 from train.reporting.console import RunConsole
 from train.reporting.memory import device_memory
 from train.reporting.reports import (
@@ -130,7 +130,9 @@ def prepare(config: TrainConfig, console: RunConsole | None = None) -> Run:
         each = lengths.values() if isinstance(lengths, Mapping) else [lengths]
         tokens = sum(one for one in each if one) or 1
         check_batch_fits(config.batch_size, tokens, jax.process_count())
-        use_compilation_cache(config.compilation_cache, directory, console.say)
+        kept = config.compilation_cache
+        secret = None if kept is None else secret_of_programs(console.say)
+        use_compilation_cache(kept, directory, secret, console.say)
         evaluators = choose_evaluators(config)
         data, evaluated = open_tasks(config, evaluators, progress)
         if config.seed is None:

@@ -26,8 +26,8 @@ from train.processes.launching.endings import (
 )
 from train.processes.launching.spares import LOST_AT, Child, Spares
 from train.processes.launching.supervision import read_inbox, signal_inbox, supervise
+from train.processes.secret import FILE_VARIABLE, VARIABLE
 from train.processes.signals import AFTER_CTRL_C, RESTARTABLE, exit_code_after
-from train.processes.wire import FILE_VARIABLE, VARIABLE
 
 # The process id of the launcher, and the command that starts all processes again.
 _LAUNCHER, _COMMAND = 'MESHWRIGHT_LAUNCHER', 'MESHWRIGHT_COMMAND'
