@@ -10,7 +10,7 @@ import pytest
 
 from train.errors import ConfigError
 from train.processes import together
-from train.processes.disagreements import differences, disagreement
+from train.processes.disagreements import differences, digest, disagreement
 from train.processes.hub import Hub
 from train.processes.joining import relay
 from train.processes.member import Member
@@ -292,6 +292,37 @@ def test_an_error_that_another_process_may_have_caused_waits_for_the_hub(
     together.report_failure(error.value)
     line = ('RuntimeError: cannot start a backend', 1)
     assert events == (['the hub may end it', line] if waits else [line])
+
+
+class Gathered:
+    """A process, and what all of them send in each gather."""
+
+    def __init__(self, index, rounds):
+        self.index, self._rounds, self.sent = index, iter(rounds), []
+
+    def gather(self, title, value):
+        self.sent.append(value)
+        return next(self._rounds)
+
+
+def test_what_differs_is_sent_once_by_however_many_processes(monkeypatch):
+    """All processes get what each sends: 1,000 of them cannot each send 1,000 layouts."""
+    same = {f'layout of {i}': f'(8, {i})' for i in range(1000)}
+    values = [same] * 7 + [same | {'layout of 3': '(8, 4)'}] + [same] * 992
+    digests = [digest(same)] * 7 + [digest(values[7])] + [digest(same)] * 992
+    told = [same] + [None] * 6 + [values[7]] + [None] * 992
+    monkeypatch.setattr(jax, 'process_count', lambda: len(values))
+    monkeypatch.setattr(together, 'connected_member', lambda: one)
+    for index in (0, 1, 7, 999):
+        one = Gathered(index, [digests, told])
+        message = '^process 7 differs .* in layout of 3: look'
+        with pytest.raises(ConfigError, match=message) as error:
+            together.check_same('planning', values[index], 'look')
+        assert one.sent == [digests[index], told[index]] and len(digests[index]) == 16
+        assert '(8, 3)  0-6, 8-999' in error.value.details
+        one = Gathered(index, [digests[:7]])
+        together.check_same('planning', same, 'look')
+        assert one.sent == [digests[0]]
 
 
 def test_the_table_shows_every_value_with_its_processes_and_the_message_the_odd_one():

@@ -139,16 +139,19 @@ def check_same(title: str, values: Mapping[str, Any], advice: str) -> None:
     """Checks that all processes have the same values.
 
     Raises a Disagreement if they differ, on all processes, with a table and the advice. The values
-    are JSON, by the names of the items. Large ones are sent only if they differ.
+    are JSON, by the names of the items. They are sent only if they differ, and then by the first
+    process that has them, because all processes get what each sends.
     """
     if jax.process_count() == 1:
         return
     one = connected_member()
-    names = differences(one.gather(title, {name: digest(value) for name, value in values.items()}))
-    if not names:
+    digests = one.gather(title, digest(values))
+    if len(set(digests)) == 1:
         return
-    differing = one.gather(title, {n: v for n, v in values.items() if n in names})
-    error = disagreement(differences(differing), jax.process_count(), advice)
+    sends = digests.index(digests[one.index]) == one.index
+    told = one.gather(title, dict(values) if sends else None)
+    found = differences([told[digests.index(each)] for each in digests])
+    error = disagreement(found, jax.process_count(), advice)
     note_raised_everywhere(error)
     raise error
 
