@@ -31,6 +31,7 @@ class Examples(Task):
     Attributes:
       training: the examples to train on. Either a dict of arrays [examples, ...], or any object
         with `__len__` and `__getitem__` whose items are dicts of arrays, each with the same shapes.
+        Several threads may read items of an object at the same time.
       held_out: the examples to evaluate, in either form. By default, there are none.
       name: the name of the data in messages and in the record of a run.
       version: anything that identifies the contents of objects with `__getitem__`: a run refuses to
