@@ -32,7 +32,8 @@ _1B = {
     'vocab_size': 32_768,
 }
 _8B, _70B = {'model_name': 'llama3-8b'}, {'model_name': 'llama3-70b'}
-# With experts, its word for all products leaves out half of the hidden layers.
+# With experts, its word for all products leaves out half of the hidden layers, and more of its
+# default tiles of 512 rows are of two experts.
 _EXPERTS = {
     'max_target_length': 4096,
     'remat_policy': 'custom',
@@ -43,6 +44,7 @@ _EXPERTS = {
         ),
         'device',
     ),
+    **{f'w{k}_tile_{of}_batch_seq': 256 for k in 'io' for of in ('fwd', 'dlhs', 'drhs')},
 }
 # The runs that MaxText can repeat, and what it needs for them besides the layout.
 PEERS: dict[str, dict[str, Any]] = {

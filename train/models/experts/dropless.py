@@ -142,7 +142,8 @@ def _apply_local(
     """
     devices = math.prod(jax.lax.axis_size(axis) for axis in axes)
     routed, counts_DH = _sort_by_device(experts_NK, weights_NK, devices, mlps.out.shape[0])
-    x_DCM = dispatch(x_NM[None], routed).reshape(devices, -1, x_NM.shape[1])
+    # Free rows belong to no expert: nobody reads what becomes of them.
+    x_DCM = dispatch(x_NM[None], routed, fill=False).reshape(devices, -1, x_NM.shape[1])
     x_DCM, counts_DH = (_exchange(x, axes) for x in (x_DCM, counts_DH))
     # Each row's expert: the rows of a device are sorted, and the rows behind them are free.
     places_C, ends_DH = jnp.arange(x_DCM.shape[1]), jnp.cumsum(counts_DH, axis=1)
@@ -164,8 +165,6 @@ def _apply_local(
 
     hidden_SF = mlps.hidden(x_SM, into_hidden, sample)
     y_SM = multiply_groups(hidden_SF, mlps.out, sizes_H, gathered_axes, 2)
-    is_free_S = jnp.arange(held_S.size) >= jnp.sum(sizes_H)
-    y_SM = jnp.where(is_free_S[:, None], 0, y_SM)
     y_SM = jax.lax.psum(y_SM, hidden_axes)
     y_SM = _reorder(y_SM, back_S, order_S)
     # Kept after the exchange: the weights of the experts need it for their gradients.

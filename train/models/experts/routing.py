@@ -86,10 +86,13 @@ def choose_experts(probabilities_GTE: jax.Array, num_selected: int) -> tuple[jax
     return jnp.stack(weights, axis=-1), jnp.stack(experts, axis=-1)
 
 
-def dispatch(x_GTM: jax.Array, routing: Routing) -> jax.Array:
-    """Returns the tokens in the slots that they take, [G, S, M]. Free slots are 0."""
+def dispatch(x_GTM: jax.Array, routing: Routing, fill: bool = True) -> jax.Array:
+    """Returns the tokens in the slots that they take, [G, S, M].
+
+    Free slots are 0, or with `fill=False` any token, which saves a pass over all slots.
+    """
     tokens_GS = routing.choices_GS // routing.slots_GTK.shape[2]
-    return take_rows(x_GTM, tokens_GS, routing.slots_GTK)
+    return take_rows(x_GTM, tokens_GS, routing.slots_GTK, fill)
 
 
 def combine(y_GSM: jax.Array, routing: Routing) -> jax.Array:
@@ -171,24 +174,29 @@ def invert(slots_GN: jax.Array, num_slots: int) -> jax.Array:
 
 # The gradient of taking rows by index would be a scatter. All rows that were taken are known, so it
 # is a sum of rows taken by index too, which is fast and keeps the sharding of the groups.
-@functools.partial(jax.custom_vjp)
-def take_rows(x_GNM: jax.Array, rows_GP: jax.Array, back_GNR: jax.Array) -> jax.Array:
-    """Takes rows of each group, and 0 for indices outside.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def take_rows(
+    x_GNM: jax.Array, rows_GP: jax.Array, back_GNR: jax.Array, fill: bool = True
+) -> jax.Array:
+    """Takes rows of each group, and for indices outside 0 or, unless `fill`, the nearest row.
 
     Args:
       rows_GP: the index n of each row to take, or one outside [0, N).
       back_GNR: the indices p at which row n is taken, filled up with ones outside [0, P).
     """
-    return jnp.take_along_axis(x_GNM, rows_GP[..., None], axis=1, mode='fill', fill_value=0)
+    mode, rows_GP1 = 'fill' if fill else 'clip', rows_GP[..., None]
+    return jnp.take_along_axis(x_GNM, rows_GP1, axis=1, mode=mode, fill_value=0)
 
 
 def _take_rows_forward(
-    x_GNM: jax.Array, rows_GP: jax.Array, back_GNR: jax.Array
+    x_GNM: jax.Array, rows_GP: jax.Array, back_GNR: jax.Array, fill: bool
 ) -> tuple[jax.Array, jax.Array]:
-    return take_rows(x_GNM, rows_GP, back_GNR), back_GNR
+    return take_rows(x_GNM, rows_GP, back_GNR, fill), back_GNR
 
 
-def _take_rows_backward(back_GNR: jax.Array, change_GPM: jax.Array) -> tuple[jax.Array, None, None]:
+def _take_rows_backward(
+    fill: bool, back_GNR: jax.Array, change_GPM: jax.Array
+) -> tuple[jax.Array, None, None]:
     groups, rows, repeats = back_GNR.shape
     flat = back_GNR.reshape(groups, rows * repeats, 1)
     taken = jnp.take_along_axis(change_GPM, flat, axis=1, mode='fill', fill_value=0)
