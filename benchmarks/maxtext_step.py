@@ -57,7 +57,9 @@ PEERS: dict[str, dict[str, Any]] = {
     '70b_v5p_auto': _70B | {'ici_tensor_parallelism': 8},
     '70b_v6e_auto': _70B | {'ici_tensor_parallelism': 8},
     'mixtral': _EXPERTS | {'model_name': 'mixtral-8x7b'},
-    'qwen3_30b': _EXPERTS | {'model_name': 'qwen3-30b-a3b'},
+    'qwen3_30b': _EXPERTS
+    | {'model_name': 'qwen3-30b-a3b'}
+    | {f'w{k}_tile_{of}_mlp_dim': 768 for k in 'io' for of in ('fwd', 'dlhs', 'drhs')},
 }
 _BEST = {
     'remat_policy': 'minimal_with_context',
