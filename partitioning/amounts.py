@@ -27,15 +27,22 @@ def bytes_str(count: float, beside: float = 0) -> str:
     return f'{count / 1e6:,.1f} MB' if count >= 0.99995e6 else f'{count / 1e3:,.1f} kB'
 
 
-def bytes_strs(*counts: float) -> list[str]:
-    """Numbers of bytes that are compared: '0.31 GiB' and '1.67 GiB', not '335.7 MB' for one."""
-    made = [bytes_str(count) for count in counts]
+def bytes_strs(*counts: float, beside: float = 0) -> list[str]:
+    """Numbers of bytes that are compared: '0.31 GiB' and '1.67 GiB', not '335.7 MB' for one.
+
+    `beside` is as for `bytes_str`.
+    """
+    made = [bytes_str(count, beside) for count in counts]
     if len({text.endswith('GiB') for text in made}) == 1:
         return made
     if min(counts) >= 0.01 * 2**30:
         return [f'{count / 2**30:,.2f} GiB' for count in counts]
     return [
-        f'{count / 1e6:,.1f} MB' if text.endswith('GiB') else text
+        f'{count / 2**20:,.1f} MiB'
+        if text.endswith('GiB') and beside >= 1e9
+        else f'{count / 1e6:,.1f} MB'
+        if text.endswith('GiB')
+        else text
         for count, text in zip(counts, made, strict=True)
     ]
 

@@ -344,7 +344,7 @@ def next_to_compiled(
     """
 
     def mended(cause: Cause | None) -> Cause | None:
-        if cause is None or cause.effect is None or cause.confirmed or cause.effect.returned:
+        if cause is None or cause.effect is None or cause.confirmed or cause.traded:
             return cause
         held, holds = cause.effect.peak
         after = min(peak, round(holds * max(1.0, peak / max(held, 1))))

@@ -127,6 +127,7 @@ class Told:
       is_avoidable: whether a program without the exchange has the same parameters.
       is_held_longer: whether an array is held for longer so that less is sent, which the author
         weighs.
+      may_hold: how many times the memory it may need, if it sends much less.
       equal_axes: the mesh axes along which all devices have what is summed.
       is_of_specs: whether specs of a shard_map lack its axes.
       removes: whether the change leaves none of its exchanges, so that their bytes are saved.
@@ -143,6 +144,7 @@ class Told:
     gone: frozenset[Key] = frozenset()
     is_avoidable: bool = True
     is_held_longer: bool = False
+    may_hold: float = 1.2
     equal_axes: Axes = ()
     is_of_specs: bool = False
     removes: bool = True

@@ -16,7 +16,7 @@ from meshwright.causes.explaining import Explanation
 
 _TOLD = 3  # changes that only the author can write and that are compiled
 # A change that sends or holds so little is told, although it holds a little more, or sends more.
-_MUCH_LESS, _LITTLE_MORE, _HELD_LESS = 0.8, 1.2, 0.9
+_MUCH_LESS, _HELD_LESS = 0.8, 0.9
 _EXPERTS = 3  # layouts of experts that are compiled although they do not help by formula
 
 
@@ -121,7 +121,7 @@ def _is_worth(one: Told, effect: Effect) -> bool:
     for the author to weigh.
     """
     (sent, sends), (held, holds) = effect.sent, effect.peak
-    saves = sends < _MUCH_LESS * sent and holds < _LITTLE_MORE * held and not one.is_held_longer
+    saves = sends < _MUCH_LESS * sent and holds < one.may_hold * held and not one.is_held_longer
     return saves or holds < _HELD_LESS * held
 
 
@@ -131,7 +131,6 @@ def _effect(before: Measured, after: Measured) -> Effect:
         sent=(before.sent, after.sent),
         peak=(before.peak, after.peak),
         seconds=(before.seconds, after.seconds) if known else None,  # type: ignore[arg-type]
-        returned=(before.returned, after.returned),
     )
 
 

@@ -200,14 +200,12 @@ class Measured:
       peak: the peak of its memory, in bytes.
       seconds: the forecast time; None if the chip has no model.
       exchanges: the bytes of its exchanges.
-      returned: the bytes of what its exchanges return.
     """
 
     sent: float
     peak: int
     seconds: float | None
     exchanges: Mapping[Key, float]
-    returned: float = 0.0
 
     def is_better(self, before: Measured) -> bool:
         """Whether it lowers a figure of another one by 3%, and raises none by more than 1%."""
@@ -265,7 +263,6 @@ def measure_costs(costs: ProgramCosts, seconds: float | None) -> Measured:
         peak=costs.memory.peak if costs.memory is not None else costs.at_peak.nbytes,
         seconds=seconds,
         exchanges=dict(exchanges),
-        returned=sum(one.result_bytes for one in costs.collectives),
     )
 
 

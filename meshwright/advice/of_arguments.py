@@ -7,19 +7,14 @@ makes the devices along 'fsdp' compute parts of the same rows, and sum or gather
 from __future__ import annotations
 
 import collections
-import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from jax.sharding import NamedSharding
-
-from meshwright.advice.candidates import Candidate, Match, Told
+from meshwright.advice.candidates import Candidate
 from meshwright.advice.function_view import FunctionView, rearranged
 from meshwright.advice.subject import Layout
 from meshwright.causes.cause import (
-    CodeChange,
     ConstraintChange,
     JoinedChange,
     LayoutChange,
@@ -27,18 +22,13 @@ from meshwright.causes.cause import (
     StateChange,
     over,
 )
-from meshwright.causes.evidence import Evidence
 from meshwright.causes.layouts import axes_of_row, sharding_of_row
 from meshwright.causes.row_axes import is_meant_for_rows
 from meshwright.causes.wording import layouts_text, spec_text
-from meshwright.jax_private import TracedCall
 from meshwright.jaxpr.primitives import CONSTRAINTS
 from meshwright.jaxpr.values import Axes, Value
-from meshwright.program.collectives import Collective
 from partitioning.plan.rows import PlanRow
-from partitioning.rules import as_tuple, sharding_axes
-
-Key = tuple[int | None, Axes, tuple[object, ...]]
+from partitioning.rules import sharding_axes
 
 _GENERAL = ('kernel', 'weight', 'weights', 'w', 'value', '')  # names of the matrix of any layer
 _ALL = 1e15  # comes before all others
@@ -236,8 +226,9 @@ def _batches(view: FunctionView) -> Iterator[StateChange]:
     now = axes_of_row(largest)[0]
     votes = [view.possible.links.axes_of(row.path, 1)[0] for row in view.batch]
     asked = list(dict.fromkeys(axes for axes in votes if axes and axes != now))
-    if not asked and not now:
-        axes = [a for a, size in view.sizes.items() if size > 1]
+    if not asked and not now:  # other dimensions may be sharded on purpose, after that of the time
+        held = sharding_of_row(largest)
+        axes = [a for a, size in view.sizes.items() if size > 1 and a not in held]
         asked = [(axis,) for axis in axes] + ([tuple(axes)] if len(axes) > 1 else [])
     same = [r for r in view.batch if r.shape[0] == largest.shape[0]]
     for wanted in asked:
@@ -310,88 +301,3 @@ def _constraints(view: FunctionView, now: Axes, wanted: Axes) -> list[Constraint
 def _of_rows(value: Value, now: Axes) -> bool:
     is_state = value.argument or value.gradient_of or value.update_of
     return bool(now) and not is_state and now in (value.layout or ())
-
-
-def find_gathered_results(view: FunctionView) -> Iterator[Told]:
-    """Finds the gathers of results whose out_shardings lack the mesh axes of the gather."""
-    call, returned = view.subject.call, view.subject.returned
-    groups: dict[tuple[str, str, Axes], list[tuple[int, Key]]] = collections.defaultdict(list)
-    for number, evidence in _gathers(view):
-        stated = spec_text(_axes(call.results[number].spec))
-        key = stated, spec_text(evidence.layout), evidence.axes
-        groups[key].append((number, _key(evidence)))
-    for (stated, wanted, axes), found in groups.items():
-        named = call.result_names[found[0][0]] or f'result {found[0][0]}'
-        others = len({number for number, _ in found}) - 1
-        more = f' and {others} more like it' if others else ''
-        path = returned[found[0][0]]
-        if path in view.rows and spec_text(axes_of_row(view.rows[path])) == wanted:
-            continue  # it is returned unlike the argument, which is a change of its own
-        text = f'write {wanted} for {named}{more} in out_shardings'
-        if path:
-            text = f'lay out {path}{more} as {wanted}, as an argument and in out_shardings'
-        keys = frozenset(key for _, key in found)
-        yield Told(
-            match=Match(axes=axes, also=functools.partial(_is_among, keys)),
-            is_avoidable=False,  # the caller may need all of it on each device
-            array=path or named,
-            why=(
-                f'out_shardings lay out {named}{more} as {stated}, and it is computed as {wanted}, '
-                f'so all devices along {over(axes)} get all of it'
-            ),
-            change=CodeChange(source='', text=text),
-        )
-
-
-def _is_among(keys: frozenset[Key], _: Collective, evidence: Evidence | None) -> bool:
-    return evidence is not None and _key(evidence) in keys
-
-
-def _gathers(view: FunctionView) -> Iterator[tuple[int, Evidence]]:
-    """The gathers of results: the number of the result, and what they move.
-
-    A gather of an array like another one, such as of a loop that returns keys and values, may have
-    lost its result on the way: it is then of a result of the same type and layout.
-    """
-    call = view.subject.call
-    known: dict[tuple[object, ...], int] = {}
-    taken = set[int]()
-    for _, evidence in view.exchanges:
-        number = None if evidence is None else evidence.result
-        if evidence is not None and number is not None and _is_gathered(evidence, call):
-            known.setdefault(_key(evidence)[1:], number)
-            taken.add(number)
-            yield number, evidence
-    types = [(a.shape, a.dtype, s) for a, s in zip(call.jaxpr.out_avals, call.results, strict=True)]
-    for _, evidence in view.exchanges:
-        if evidence is None or evidence.result is not None or evidence.kind != 'all-gather':
-            continue
-        like = known.get(_key(evidence)[1:])
-        others = [n for n, one in enumerate(types) if like is not None and one == types[like]]
-        if left := [n for n in others if n not in taken]:
-            taken.add(left[0])
-            yield left[0], evidence
-
-
-def _is_gathered(evidence: Evidence, call: TracedCall) -> bool:
-    value, number = evidence.value, evidence.result
-    if evidence.kind != 'all-gather' or number is None or number >= len(call.results):
-        return False
-    if value is None or value.argument or value.gradient_of or value.update_of:
-        return False
-    stated = call.results[number]
-    if not isinstance(stated, NamedSharding) or not any(evidence.layout):
-        return False
-    shape = call.jaxpr.out_avals[number].shape
-    used = {a for axes in _axes(stated.spec) for a in axes}
-    return value.shape == shape and not used & {*evidence.axes}
-
-
-def _axes(spec: Any) -> list[Axes]:
-    return [as_tuple(own) for own in spec]
-
-
-def _key(evidence: Evidence) -> Key:
-    value = evidence.value
-    array = None if value is None else value.shape, evidence.layout, evidence.made_at
-    return evidence.result, evidence.axes, array

@@ -34,7 +34,7 @@ from meshwright.advice.rewriting import Edit, Rewriting, rewrite
 from meshwright.causes.cause import CodeChange, over
 from meshwright.jaxpr.implied_exchanges import KINDS, exchange_axes
 from meshwright.jaxpr.primitives import ELEMENTWISE, GATHERS, MOVES, PSUMS
-from meshwright.jaxpr.values import Axes, Step, Value
+from meshwright.jaxpr.values import Axes, Step, Value, steps_in
 from meshwright.user_lines import array_at
 from partitioning.rules import from_tuple
 
@@ -254,7 +254,7 @@ def find_early_sums(view: FunctionView) -> Iterator[Told]:
             if n == 1 or not made.manual or made.shard_bytes(view.sizes) < LEAST:
                 continue
             selected = _is_of_one(given, axes, view)
-            ends = list(_Reduced(view, axes, any_function=selected).ends(made))
+            ends = list(Reduced(view, axes, any_function=selected).ends(made))
             if not ends or None in ends:
                 continue
             line, where = step.line, next(end.line for end in ends if end is not None)
@@ -322,18 +322,22 @@ def _compares_place(mask: Value, axes: Axes, view: FunctionView) -> bool:
     return found and not pending
 
 
-class _Reduced:
+class Reduced:
     """Follows what is computed from a sum over devices until it is small.
 
     Args:
       view: the function.
       axes: the mesh axes of the sum.
       any_function: whether any function counts, or only linear ones.
+
+    Attributes:
+      steps: the steps that were followed.
     """
 
     def __init__(self, view: FunctionView, axes: Axes, *, any_function: bool):
         self._view, self._axes, self._any = view, axes, any_function
         self._seen = set[int]()
+        self.steps: list[Step] = []
 
     def ends(self, made: Value) -> Iterator[Step | None]:
         """The steps that make something small of an array; None where it is needed as it is.
@@ -352,6 +356,7 @@ class _Reduced:
                 if not self._is_allowed(reader):
                     yield None
                     return
+                self.steps.append(reader)
                 small = [one.size * _SMALLER < made.size for one in reader.outputs]
                 if all(small):
                     yield reader
@@ -359,10 +364,17 @@ class _Reduced:
                     o for o, is_small in zip(reader.outputs, small, strict=True) if not is_small
                 ]
 
+    def others(self, step: Step) -> list[Value]:
+        """The operands of a step that are not computed from the array."""
+        return [one for one in step.inputs if id(one) not in self._seen]
+
     def _is_allowed(self, step: Step) -> bool:
-        if step.bodies or step.is_border or step.name in KINDS:
+        inside = [one for body in step.bodies for one in steps_in(body)]
+        if any(one.is_border or one.name in KINDS for one in (step, *inside)):
             return False
-        others = [one for one in step.inputs if id(one) not in self._seen]
+        if step.bodies and not self._any:
+            return False
+        others = self.others(step)
         if any({*self._axes} & self._view.varying.axes_of(one) for one in others):
             return False
         if self._any or step.name in MOVES | {'reduce_sum', 'broadcast_in_dim', 'neg', 'pvary'}:

@@ -23,13 +23,14 @@ from meshwright.advice.figures import (
     estimate_program,
 )
 from meshwright.advice.function_view import FunctionView
+from meshwright.advice.of_alike import find_alike
 from meshwright.advice.of_arguments import (
-    find_gathered_results,
     find_missing_rows,
     lay_out_arguments,
     lay_out_state,
 )
 from meshwright.advice.of_arrays import find_flattened, find_permuted_rows, find_uneven
+from meshwright.advice.of_chains import find_chains
 from meshwright.advice.of_collectives import find_early_sums, find_kept_parts
 from meshwright.advice.of_constraints import (
     add_constraints,
@@ -42,10 +43,13 @@ from meshwright.advice.of_constraints import (
 )
 from meshwright.advice.of_early_gathers import find_early_gathers
 from meshwright.advice.of_groups import find_grouped_rows
+from meshwright.advice.of_halos import find_halos
 from meshwright.advice.of_layers import find_loop_gathers, find_scanned_stacks
+from meshwright.advice.of_lookups import find_early_lookups, lay_out_tables
 from meshwright.advice.of_products import find_merged_factors
 from meshwright.advice.of_repeats import find_repeated
 from meshwright.advice.of_reshapes import find_misfits, order_splits
+from meshwright.advice.of_results import find_gathered_results
 from meshwright.advice.of_shard_maps import find_missing_specs
 from meshwright.advice.of_summed_gathers import find_summed_gathers
 from meshwright.advice.of_whole import find_whole_operations
@@ -74,6 +78,7 @@ _FIRST: tuple[Callable[[FunctionView], Iterator[Candidate]], ...] = (
     lay_out_state,
     lay_out_updates,
     lay_out_experts,
+    lay_out_tables,
 )
 _RANKED: tuple[Callable[[FunctionView], Iterator[tuple[float, Candidate]]], ...] = (
     replace_constraints,
@@ -91,8 +96,12 @@ _TOLD: tuple[Callable[[FunctionView], Iterator[Told]], ...] = (
     find_missing_specs,
     find_merged_factors,
     find_kept_parts,
+    find_halos,
     find_summed_gathers,
+    find_alike,
     find_early_gathers,
+    find_early_lookups,
+    find_chains,
     find_early_sums,
     find_repeated,
     find_whole_operations,

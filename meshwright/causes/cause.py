@@ -35,13 +35,11 @@ class Effect:
       sent: the bytes that a device sends.
       peak: the peak of its memory, in bytes.
       seconds: the forecast time, or None if the chip has no model.
-      returned: the bytes of what its exchanges return, or None if nothing was compiled.
     """
 
     sent: tuple[float, float]
     peak: tuple[int, int]
     seconds: tuple[float, float] | None = None
-    returned: tuple[float, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

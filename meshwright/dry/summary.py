@@ -13,6 +13,7 @@ from partitioning.amounts import bytes_str, flops_str, seconds_str
 from partitioning.values import value_str
 
 _LISTED = 5
+_MEMORY = 2**33  # less than any chip has: the unit is as in the tables of forecasts
 _ENDINGS = {
     'steps': 'the run ended after {calls} of {name}, its largest {kind}',
     'waited': 'the run ended at {message}: nothing new was compiled for long (--wait=SECONDS)',
@@ -76,8 +77,9 @@ def _table(run: DryRun) -> Iterator[str]:
 
 
 def _row(one: CompiledFunction) -> tuple[str, ...]:
-    peak = bytes_str(one.out_of_memory.needed) if one.out_of_memory else bytes_str(one.peak)
+    needed = one.out_of_memory.needed if one.out_of_memory else one.peak
     flops = flops_str(one.flops) if one.flops else '-'
+    peak = bytes_str(needed, _MEMORY)
     return (one.name, f'{one.calls:,}', seconds_str(one.seconds), flops, peak)
 
 

@@ -116,12 +116,12 @@ def explain_forecast(forecast: Forecast) -> Explained:
     """The exchanges and buffers of a forecast as rows."""
     groups: dict[tuple[str, ...], list[ExplainedRow]] = {}
     for c, cause in forecast.collectives:
-        row = _row(cause, 'exchange', c.kind, c.axes, c.total_bytes, c.count, c.source)
+        row = _row(cause, 'exchange', c.kind, c.axes, c.total_bytes, c.count, c.source, forecast)
         key = row.kind, *row.axes, row.array, row.line, row.why, row.change
         groups.setdefault(key, []).append(row)
     exchanges = [_added_up(rows) for rows in groups.values()]
     buffers = [
-        _row(cause, 'buffer', live.array, (), live.nbytes, live.count, live.source)
+        _row(cause, 'buffer', live.array, (), live.nbytes, live.count, live.source, forecast)
         for live, cause in forecast.memory.buffers
     ]
     return Explained(
@@ -139,6 +139,7 @@ def _row(
     nbytes: float,
     count: int,
     source: str,
+    forecast: Forecast,
 ) -> ExplainedRow:
     return ExplainedRow(
         what=what,
@@ -151,7 +152,7 @@ def _row(
         why=cause.why if cause else '',
         change=cause.change if cause else '',
         confirmed=cause.confirmed if cause else None,
-        tried=tried_text(cause) if cause and cause.change else '',
+        tried=tried_text(cause, forecast.most_bytes) if cause and cause.change else '',
         avoidable=cause is not None and cause.avoidable,
     )
 
@@ -167,17 +168,12 @@ def _heads(explained: Explained) -> tuple[str, str]:
     where = f'{machine_name(forecast)}, {describe_axes(forecast.mesh)}'
     origin = source_name(forecast.memory.buffers_from, forecast)
     exchanges = (
-        f'{forecast.function} on {where}: a device sends {bytes_str(sent)} per call'
+        f'{forecast.function} on {where}: a device sends {forecast.show_bytes(sent)} per call'
         if explained.exchanges
         else f'{forecast.function} on {where}: nothing is sent'
     )
-    peak = f'{bytes_str(forecast.memory.peak)} at the peak'
+    peak = f'{forecast.show_bytes(forecast.memory.peak)} at the peak'
     return exchanges, f'the largest buffers of {peak} ({origin})'
-
-
-def _largest(explained: Explained) -> tuple[float, float]:
-    """The sums over each list, which decide its unit."""
-    return sum(row.nbytes for row in explained.exchanges), explained.forecast.memory.peak
 
 
 def _lines(explained: Explained) -> Iterator[str]:
@@ -191,7 +187,8 @@ def _lines(explained: Explained) -> Iterator[str]:
     elif none := nothing_to_change(explained.forecast):
         yield from ('what to change first', hanging(_WIDTH).fill(none), '')
     lists = (explained.exchanges, explained.buffers)
-    for title, rows, most in zip(titles, lists, _largest(explained), strict=True):
+    most = explained.forecast.most_bytes
+    for title, rows in zip(titles, lists, strict=True):
         if title != titles[0]:
             yield ''
         yield title
@@ -212,7 +209,8 @@ def explained_tables(explained: Explained) -> Html:
     elif none := nothing_to_change(explained.forecast):
         parts += [tag('p', tag('b', 'what to change first'), f': {none}')]
     lists = (exchanges, explained.exchanges), (buffers, explained.buffers)
-    for (title, rows), most in zip(lists, _largest(explained), strict=True):
+    most = explained.forecast.most_bytes
+    for title, rows in lists:
         cells = [
             [
                 bytes_str(row.nbytes, most),

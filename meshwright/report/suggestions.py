@@ -20,7 +20,7 @@ from meshwright.causes import Cause
 from meshwright.causes.cause import ASKED, CodeChange, JoinedChange, LayoutChange, StateChange
 from meshwright.report.forecasts import Forecast, ForecastFinding
 from meshwright.report.tried import tried_text
-from partitioning.amounts import bytes_str, share_str
+from partitioning.amounts import share_str
 
 SUGGESTED = 3  # so many are shown
 _MUCH = 0.02  # the share of the time or of what a device sends
@@ -91,7 +91,8 @@ def nothing_to_change(forecast: Forecast) -> str:
         return ''
     traded = next((cause for _, cause in causes if cause.traded), None)
     if traded is not None:
-        return f'nothing without a price: {traded.traded} ({tried_text(traded)})'
+        tried = tried_text(traded, forecast.most_bytes)
+        return f'nothing without a price: {traded.traded} ({tried})'
     still_open = [(c, cause) for c, cause in causes if not cause.needed]
     if not still_open:
         written = any(cause.why.startswith(ASKED) for _, cause in causes)
@@ -105,7 +106,7 @@ def nothing_to_change(forecast: Forecast) -> str:
     them = 'it' if len(still_open) == 1 else 'them'
     which = 'it is' if len(still_open) == 1 else 'the largest is'
     return (
-        f'nothing that was tried helps; of {count} with {bytes_str(nbytes)} '
+        f'nothing that was tried helps; of {count} with {forecast.show_bytes(nbytes)} '
         f'({share_str(nbytes / total)} of what a device sends) it is open whether anything needs '
         f'{them}: {which} the {largest.kind} over {", ".join(largest.axes)} of {cause.array}{at}'
     )
@@ -129,7 +130,7 @@ def _of_exchanges(forecast: Forecast) -> Iterator[tuple[int, Suggestion]]:
         if cause.effect is not None:
             saved, smaller = _share(cause.effect.sent), _share(cause.effect.peak)
             seconds = cause.effect.seconds
-        text = f'{change} ({tried_text(cause)})'
+        text = f'{change} ({tried_text(cause, forecast.most_bytes)})'
         where = cause.array if _is_of_arguments(cause) else cause.source or cause.array
         faster = _share(seconds) if seconds is not None else exposed * saved
         one = Suggestion(where=where, text=text, faster=faster, saved=saved, smaller=smaller)
@@ -168,7 +169,7 @@ def _of_findings(forecast: Forecast) -> Iterator[tuple[int, Suggestion]]:
     for finding in forecast.findings:
         text, cause = finding.message, tried.get(finding.where)
         if cause is not None and finding.kind in _ALIKE:
-            text += f' ({tried_text(cause)})'
+            text += f' ({tried_text(cause, forecast.most_bytes)})'
         yield _rank(finding, forecast), Suggestion(where=finding.where, text=text)
 
 

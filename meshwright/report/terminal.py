@@ -153,7 +153,7 @@ def _exchanges(forecast: Forecast) -> Iterator[str]:
     groups: dict[tuple[str, str], list[Collective]] = {}
     for c, cause in forecast.collectives:
         kind = 'sum' if cause is not None and c.kind in _SUMS else c.kind
-        groups.setdefault((kind, _exchange(c, cause)), []).append(c)
+        groups.setdefault((kind, _exchange(c, cause, forecast.most_bytes)), []).append(c)
     sums = {key: sum(c.total_bytes for c in group) for key, group in groups.items()}
     for key in sorted(groups, key=lambda key: -sums[key]):
         several = f'{len(groups[key])} x ' if len(groups[key]) > 1 else ''
@@ -162,7 +162,7 @@ def _exchanges(forecast: Forecast) -> Iterator[str]:
         yield f'{size:>10}  {several}{kinds} {key[1]}'
 
 
-def _exchange(collective: Collective, cause: Cause | None) -> str:
+def _exchange(collective: Collective, cause: Cause | None, beside: float) -> str:
     """Over which axes and where it is exchanged: by its cause, or by its array and line."""
     text = f'over {", ".join(collective.axes)}'
     source = cause.source if cause else collective.source
@@ -172,7 +172,8 @@ def _exchange(collective: Collective, cause: Cause | None) -> str:
         at = f', {source}' if source else ''
         found = f'{text} of {cause.array}{more}{at}: {cause.why}'
         found = f'{found} (avoidable)' if cause.avoidable else found
-        return f'{found}; {cause.change} ({tried_text(cause)})' if cause.change else found
+        tried = f'; {cause.change} ({tried_text(cause, beside)})' if cause.change else ''
+        return f'{found}{tried}'
     operation = collective.op_name.rpartition('/')[2]
     operation = '' if operation == collective.kind else operation
     named = f'{text} of {collective.arrays[0]}{more}' if collective.arrays else text

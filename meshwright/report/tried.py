@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from meshwright.causes import Cause
-from meshwright.causes.cause import Effect
 from partitioning.amounts import bytes_strs, seconds_str, share_str
 
 _SMALL = 0.005  # figures that differ by less are left out
-_UNLIKE = 0.05  # shares that differ by more are both told
 
 
-def tried_text(cause: Cause) -> str:
+def tried_text(cause: Cause, beside: float = 0.0) -> str:
     """Whether the change of a cause was tried, and what it does.
 
     Args:
       cause: the cause, which has a change.
+      beside: the largest number of bytes in its report, which decides the unit.
 
     Returns:
       'confirmed by compiling: sends 20.4 MB in place of 80.1 MB', 'not tried; by formula, it saves
@@ -37,22 +36,12 @@ def tried_text(cause: Cause) -> str:
         return 'confirmed by compiling'
     seconds = effect.seconds or (0.0, 0.0)
     figures = [
-        f'{word} {shown[1]} in place of {shown[0]}{_returned(effect) if word == "sends" else ""}'
+        f'{word} {shown[1]} in place of {shown[0]}'
         for word, shown, (before, after) in (
-            ('sends', bytes_strs(*effect.sent), effect.sent),
-            ('peak', bytes_strs(*effect.peak), effect.peak),
+            ('sends', bytes_strs(*effect.sent, beside=beside), effect.sent),
+            ('peak', bytes_strs(*effect.peak, beside=beside), effect.peak),
             ('time', [*map(seconds_str, seconds)], seconds),
         )
         if abs(after - before) > _SMALL * before
     ]
     return f'{"compiled" if cause.traded else "confirmed by compiling"}: {", ".join(figures)}'
-
-
-def _returned(effect: Effect) -> str:
-    """What exchanges return, as the text of the program has it, if that saves another share."""
-    before, after = effect.returned or (0.0, 0.0)
-    (sent, sends) = effect.sent
-    if not before or not sent or abs(sends / sent - after / before) <= _UNLIKE:
-        return ''
-    was, now = bytes_strs(before, after)
-    return f' (the exchanges in its text return {now} in place of {was})'
