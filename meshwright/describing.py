@@ -43,7 +43,7 @@ from partitioning.mesh import axis_rings, find_placement
 from partitioning.plan.audit import audit_rows
 from partitioning.rules import LogicalAxisRules
 
-_MORE = 1.02  # of an even share of the FLOPs: above it, devices compute the same
+_MORE = 1.1  # of an even share of the FLOPs: above it, devices compute the same
 _MOST = 3  # changes that are compiled for what they save by formula
 _LARGEST = 20  # how many buffers a forecast lists
 # Which figures of a program for virtual CPU devices also hold for the machine of the forecast.

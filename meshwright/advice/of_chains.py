@@ -11,20 +11,28 @@ start, some of a stack or all, one exchange before the products and one after th
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.advice.candidates import Match, Told
 from meshwright.advice.figures import shape_of
 from meshwright.advice.function_view import LEAST, FunctionView
-from meshwright.advice.subject import Layout, with_change
-from meshwright.causes.cause import CodeChange, ConstraintChange, JoinedChange, over
+from meshwright.advice.rewriting import Edit, Rewriting, rewrite
+from meshwright.advice.subject import Layout
+from meshwright.causes.cause import CodeChange, over
 from meshwright.causes.wording import spec_text
+from meshwright.jax_private import TracedCall, bind
 from meshwright.jaxpr.implied_exchanges import ADDED
 from meshwright.jaxpr.primitives import CONSTRAINTS, ELEMENTWISE, MOVES
 from meshwright.jaxpr.values import Axes, Step, Value, ties
+from partitioning.products.flops import bodies_of
+from partitioning.rules import from_tuple
 
 _MAY_HOLD = 3.0  # times the memory, while all devices have whole matrices
 _FEWEST = 3  # products that take nothing but the matrix; those of a loop count twice
@@ -142,23 +150,36 @@ def _given(view: FunctionView, root: Value) -> Value:
     return large[0] if is_scaled else root
 
 
-def _constraints(view: FunctionView, chains: list[_Chain]) -> JoinedChange:
-    """Whole matrices before the products, and after them."""
-    parts: dict[tuple[str, tuple[int, ...]], ConstraintChange] = {}
+def _try(view: FunctionView, chains: list[_Chain]) -> TracedCall:
+    """The function with whole matrices before the products, and after them."""
+    layouts: dict[int, dict[int, NamedSharding]] = collections.defaultdict(dict)
     for chain in chains:
         layout, _ = _whole(view, chain.root)
+        sharding = NamedSharding(view.subject.mesh, PartitionSpec(*map(from_tuple, layout)))
         for value in (_given(view, chain.root), chain.last):
-            line = '' if value is None else _line(view, value)
-            if value is not None and len(value.shape) == len(layout) and line:
-                change = ConstraintChange(
-                    source=line,
-                    shape=value.shape,
-                    names=(None,) * len(layout),
-                    layout=layout,
-                    replaces=view.makers[id(value)].name in CONSTRAINTS,
-                )
-                parts.setdefault((line, value.shape), change)
-    return JoinedChange(parts=tuple(parts.values()))
+            step = None if value is None else view.makers.get(id(value))
+            if value is not None and step is not None and len(value.shape) == len(layout):
+                number = next(n for n, one in enumerate(step.outputs) if one is value)
+                layouts[id(step.place.equation)][number] = sharding
+    edits: dict[int, Edit] = {
+        key: functools.partial(_lay_out, layouts=found) for key, found in layouts.items()
+    }
+    return rewrite(view.subject.call, edits)
+
+
+def _lay_out(
+    rewriting: Rewriting, equation: Any, args: list[Any], *, layouts: dict[int, NamedSharding]
+) -> list[Any]:
+    """The results of an equation, some of them laid out in another way."""
+    if equation.primitive.name in CONSTRAINTS:
+        made = list(args)
+    elif bodies_of(equation):
+        made = rewriting.again(equation, args)
+    else:
+        made = list(bind(equation, args))
+    for number, sharding in layouts.items():
+        made[number] = jax.lax.with_sharding_constraint(made[number], sharding)
+    return made
 
 
 def _tell(view: FunctionView, line: str, chains: list[_Chain]) -> Iterator[Told]:
@@ -195,7 +216,7 @@ def _tell(view: FunctionView, line: str, chains: list[_Chain]) -> Iterator[Told]
                 f'matrices that it takes{after}, {what}'
             ),
         ),
-        trial=functools.partial(with_change, view.subject, _constraints(view, chains)),
+        trial=functools.partial(_try, view, chains),
         removes=False,
         may_hold=1.2 if any(layout) else _MAY_HOLD,
     )
