@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.calls.compiled_call import check_no_trace_needed, is_compiled
 from meshwright.calls.compiling import Progress
 from meshwright.examining import examine
-from meshwright.findings.program_findings import Findings, lint_program
+from meshwright.findings.program_findings import Findings, lint_program, with_exchanges
 from partitioning.hardware import OptionValue
 from partitioning.tracebacks import hide_own_frames
 
@@ -30,6 +30,7 @@ def lint(
     It finds large arrays that are whole along an axis which shards others like them, batches whose
     rows are not divided, constraints that do not divide a size or that gather the rows, parameters
     whose layout cuts their product, optimizer states that are laid out unlike their parameters,
+    exchanges that another way of writing the same avoids,
     large constants, states that come back with another sharding or type so that the next call
     compiles again, states that are not donated, and work of the host.
 
@@ -59,4 +60,5 @@ def lint(
         on_cpu=on_cpu,
         progress=progress,
     )
-    return lint_program(made.program.traced, made.target.mesh, made.held, made.results)
+    found = lint_program(made.program.traced, made.target.mesh, made.held, made.results)
+    return with_exchanges(found, made.program.traced, made.target.mesh, made.held)

@@ -73,7 +73,8 @@ def _read(view: FunctionView, step: Step) -> _Alike | None:
         return None
     if not step.params.get('tiled') or made.nbytes < LEAST:
         return None
-    reduced = Reduced(view, axes, any_function=True)
+    rows = made.shape[step.params['all_gather_dimension']]
+    reduced = Reduced(view, axes, any_function=True, rows=rows)
     ends = list(reduced.ends(made))
     if not ends or None in ends:
         return None

@@ -329,13 +329,14 @@ class Reduced:
       view: the function.
       axes: the mesh axes of the sum.
       any_function: whether any function counts, or only linear ones.
+      rows: the number of rows of what is gathered, of which no more than a number each is small.
 
     Attributes:
       steps: the steps that were followed.
     """
 
-    def __init__(self, view: FunctionView, axes: Axes, *, any_function: bool):
-        self._view, self._axes, self._any = view, axes, any_function
+    def __init__(self, view: FunctionView, axes: Axes, *, any_function: bool, rows: int = 0):
+        self._view, self._axes, self._any, self._rows = view, axes, any_function, rows
         self._seen = set[int]()
         self.steps: list[Step] = []
 
@@ -357,12 +358,16 @@ class Reduced:
                     yield None
                     return
                 self.steps.append(reader)
-                small = [one.size * _SMALLER < made.size for one in reader.outputs]
+                small = [self._is_small(one, made) for one in reader.outputs]
                 if all(small):
                     yield reader
                 pending += [
                     o for o, is_small in zip(reader.outputs, small, strict=True) if not is_small
                 ]
+
+    def _is_small(self, value: Value, made: Value) -> bool:
+        has_rows = self._rows in value.shape and value.size > self._rows > 0
+        return value.size * _SMALLER < made.size and not has_rows
 
     def others(self, step: Step) -> list[Value]:
         """The operands of a step that are not computed from the array."""

@@ -180,10 +180,10 @@ def _list_told(view: FunctionView) -> Iterator[Told]:
     lacking = {axis for one in found if one.is_of_specs for axis in one.axes}
     for one in found:
         if not (one.equal_axes and {*one.equal_axes} <= lacking):
-            yield one if one.effect is not None else _with_effect(view, one)
+            yield one if one.effect is not None else with_effect(view, one)
 
 
-def _with_effect(view: FunctionView, one: Told) -> Told:
+def with_effect(view: FunctionView, one: Told) -> Told:
     """A change with figures: of its trace, or else of a program without its exchanges."""
     base, made = view.base, None
     with contextlib.suppress(Exception):  # an operation that cannot be traced again

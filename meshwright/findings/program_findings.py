@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+from jax.sharding import Mesh
 
 from meshwright.calls.held import HeldArray
 from meshwright.findings import (
@@ -18,6 +21,7 @@ from meshwright.findings import (
     shard_map_checks,
     work_checks,
 )
+from meshwright.findings.exchange_checks import find_needless_exchanges
 from meshwright.findings.map_entries import with_map_entries
 from meshwright.findings.program_facts import ProgramFacts
 from meshwright.jax_private import TracedCall
@@ -77,11 +81,28 @@ def lint_program(
     known = traced.results if results is None else results
     facts = ProgramFacts(traced=traced, mesh=mesh, held=held, results=known)
     found = with_map_entries(finding for check in _CHECKS for finding in check(facts))
-    return Findings(
-        finding._replace(
-            where=shorten_sources(finding.where), message=shorten_sources(finding.message)
-        )
-        for finding in found
+    return Findings(map(_shortened, found))
+
+
+def with_exchanges(
+    found: Findings, traced: TracedCall, mesh: Mesh, held: Sequence[HeldArray]
+) -> Findings:
+    """The findings of a function with the exchanges that it does not need, at other places.
+
+    Args:
+      found: the other findings.
+      traced, mesh, held: as for `lint_program`.
+    """
+    places = {finding.where for finding in found}
+    more: list[Finding] = []
+    with contextlib.suppress(Exception):  # of an operation that nobody has thought of
+        more += map(_shortened, find_needless_exchanges(traced, mesh, held))
+    return Findings((*found, *(one for one in more if one.where not in places)))
+
+
+def _shortened(finding: Finding) -> Finding:
+    return finding._replace(
+        where=shorten_sources(finding.where), message=shorten_sources(finding.message)
     )
 
 
