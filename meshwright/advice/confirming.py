@@ -17,6 +17,7 @@ from meshwright.causes.explaining import Explanation
 _TOLD = 3  # changes that only the author can write and that are compiled
 # A change that sends or holds so little is told, although it holds a little more, or sends more.
 _MUCH_LESS, _HELD_LESS = 0.8, 0.9
+_FAR_LESS, _HARDLY = 0.7, 1.1  # the same for constraints and layouts
 _EXPERTS = 3  # layouts of experts that are compiled although they do not help by formula
 
 
@@ -64,7 +65,7 @@ def compile_variants(
         with contextlib.suppress(Exception):  # a function that cannot be made has no figures
             call = with_change(advised.subject, variant.change)
             after = None if call is None else trials.measure(call)
-        if after is not None and after.is_better(before):
+        if after is not None and (after.is_better(before) or _sends_far_less(after, before)):
             effect = _effect(before, after)
             kept.append(dataclasses.replace(variant, compiled=effect, gone=after.gone(before)))
             more = variants[number + 1 : number + 2]
@@ -123,6 +124,15 @@ def _is_worth(one: Told, effect: Effect) -> bool:
     (sent, sends), (held, holds) = effect.sent, effect.peak
     saves = sends < _MUCH_LESS * sent and holds < one.may_hold * held and not one.is_held_longer
     return saves or holds < _HELD_LESS * held
+
+
+def _sends_far_less(after: Measured, before: Measured) -> bool:
+    """Whether a function sends far less than before, and holds hardly more."""
+    known = after.seconds is not None and before.seconds is not None
+    slower = known and after.seconds > before.seconds  # type: ignore[operator]
+    return (
+        after.sent < _FAR_LESS * before.sent and after.peak < _HARDLY * before.peak and not slower
+    )
 
 
 def _effect(before: Measured, after: Measured) -> Effect:

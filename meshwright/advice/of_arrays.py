@@ -67,7 +67,8 @@ def _permuted(step: Step, view: FunctionView) -> Told | None:
     axes = tuple(a for a in given.axes[d] or () if view.sizes.get(a, 1) > 1)
     if [*numbers.offset_dims] != kept or not whole or not axes:
         return None
-    if not {*axes} <= {*(made.axes[d] or ())} or view.depends_on(step.inputs[1], axes):
+    held = {*(made.axes[d] or axes)}
+    if not {*axes} <= held or view.depends_on(step.inputs[1], axes):
         return None
     row, _ = view.argument_of(given, _moved)
     if row is not None and row.role != 'other':  # a lookup in a table
