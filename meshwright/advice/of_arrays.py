@@ -71,13 +71,14 @@ def _permuted(step: Step, view: FunctionView) -> Told | None:
     if not {*axes} <= held or view.depends_on(step.inputs[1], axes):
         return None
     row, _ = view.argument_of(given, _moved)
-    if row is not None and row.role != 'other':  # a lookup in a table
+    is_kept = row is not None and row.path in view.subject.returned
+    if row is not None and row.role != 'other' and is_kept:  # a lookup in a table
         return None
     n, line = math.prod(view.sizes[a] for a in axes), step.line
     each, rest = given.shape[d] // n, ', '.join(str(given.shape[k]) for k in kept)
     lines, shapes = frozenset([line]), frozenset([shape_of(given)])
     return Told(
-        match=Match(axes=axes, lines=lines, shapes=shapes, moves=True),
+        match=Match(axes=axes, lines=lines, shapes=shapes),
         line=line,
         why=(
             f'{line} takes the {given.shape[d]:,} rows of {given.shape}, which are sharded over '

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 from plain_steps import line_of, mesh_of, struct
 
-from meshwright import explain, forecast
+from meshwright import explain, forecast, lint
 
 
 def sent(made):
@@ -90,13 +90,15 @@ def test_rows_that_are_gathered_for_what_their_devices_could_compute(function):
     mesh = mesh_of(data=8)
     about = {'in_specs': (P('data'), P('data')), 'out_specs': P(), 'check_vma': False}
     mapped = jax.shard_map(function, mesh=mesh, **about)
-    made = forecast(jax.jit(mapped), *[struct(mesh, (512, 64), 'data')] * 2, confirm=False)
-    cause = first_change(made)
+    args = [struct(mesh, (512, 64), 'data')] * 2
+    cause = first_change(forecast(jax.jit(mapped), *args, confirm=False))
     assert cause.change.startswith(words) and cause.avoidable
     (before, after), gathers = cause.effect.sent, (512 - 64) * 64 * 4
     whole = gathers * (2 if function is distances_of_all else 1)
     assert before - after == pytest.approx(share * whole, rel=0.01)
     assert cause.source.endswith(line_of(function, line))
+    (finding,) = lint(jax.jit(mapped), *args, compile=False)
+    assert finding.kind == 'needless exchange' and cause.change in finding.message
 
 
 def attend_to_all(x, w):
@@ -111,6 +113,7 @@ def test_rows_that_each_device_compares_with_its_own_are_gathered():
     args = struct(mesh, (512, 64), 'data'), struct(mesh, (64, 64))
     made = forecast(jax.jit(mapped), *args, confirm=False)
     assert not any(cause is not None and cause.change for _, cause in made.collectives)
+    assert not lint(jax.jit(mapped), *args, compile=False)
 
 
 def pool(x, near, w, narrow):

@@ -78,6 +78,18 @@ def test_rows_in_a_random_order():
     assert not changes(mended)
 
 
+def split_up(key, x, w):
+    """Microbatches of rows in a random order, one after the other."""
+    parts = x[jax.random.permutation(key, ROWS)].reshape(4, ROWS // 4, WIDTH)
+    return jax.lax.scan(lambda _, part: (None, part @ w), None, parts)[1]
+
+
+def test_rows_in_a_random_order_that_are_split():
+    made = ask(split_up)
+    (text,) = set(changes(made))
+    assert f'reshape to (8, {ROWS // 8}, {WIDTH})' in text and line_of(split_up, 'x[jax') in text
+
+
 @pytest.mark.parametrize('function', [sort_rows, look_up])
 def test_orders_that_are_needed(function):
     assert not [text for text in changes(ask(function)) if 'rows of the same device' in text]
