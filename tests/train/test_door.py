@@ -225,6 +225,29 @@ def test_a_process_with_another_secret_learns_it_at_once(run, monkeypatch):
     assert '127.0.0.1 had another MESHWRIGHT_SECRET: set the same everywhere' in started.got[0]
 
 
+@pytest.fixture
+def run_that_one_has_left(run, monkeypatch):
+    """A run in which process 1 has said who it is, and closes the connection before it is heard."""
+    left, check = threading.Event(), channel._check_hello
+    monkeypatch.setattr(channel, '_check_hello', lambda *of: left.wait(30) and check(*of))
+    started = run(seconds=30.0)
+    first = started.connect()
+    sealed(first, hello())
+    first.shutdown(socket.SHUT_RDWR)
+    left.set()
+    return started
+
+
+def test_a_process_that_was_not_heard_in_time_comes_again(run_that_one_has_left):
+    """As when process 0 was suspended for longer than a process waits for it to say anything."""
+    assert run_that_one_has_left.join(), run_that_one_has_left.got
+
+
+def test_a_process_that_ends_before_the_start_and_stays_away_is_named(run_that_one_has_left):
+    run_that_one_has_left.wait()
+    assert run_that_one_has_left.got == {0: 'process 1 ended before all others had started'}
+
+
 def test_a_forged_line_ends_the_connection():
     ours, theirs = socket.socketpair()
     of_guest, of_host = make_seals(b'secret', b'g', b'h')

@@ -41,6 +41,9 @@ _SECONDS_BETWEEN_TRIES = 0.2
 # How long process 0 may take to say that it hears another one, and how much longer than process 0
 # the others wait for it, so that its message arrives.
 _SECONDS_FOR_THE_MESSAGE = 5.0
+# How long a process whose connection is closed may take to come again: it does so at once if this
+# process was too slow to hear it, because the machine was suspended or very busy.
+_SECONDS_TO_COME_AGAIN = 2.0
 _members: list[Member] = []
 
 
@@ -154,23 +157,30 @@ def _gather_all(door: Door, own: Message, limits: Limits) -> tuple[Member, int]:
     answered: list[Connection] = []  # all that wait for an answer, also those with a wrong index
     deadline, count = time.monotonic() + limits.init_seconds, int(own['count'])
     problem: Exception | None = None
-    while len(hellos) < count and problem is None:
-        gone = [i for i, one in connections.items() if one.is_closed()]
-        if gone:
+    closed = dict[int, float]()  # since when the connection of a process is closed
+    while problem is None:
+        now = time.monotonic()
+        closed = {i: closed.get(i, now) for i, one in connections.items() if one.is_closed()}
+        if gone := [i for i, since in closed.items() if now - since > _SECONDS_TO_COME_AGAIN]:
             problem = NotTogether(f'process {gone[0]} ended before all others had started')
+            break
+        if len(hellos) == count and not closed:
             break
         joined = door.next_member(max(0.01, min(0.5, deadline - time.monotonic())))
         if joined is None:
             if time.monotonic() > deadline:
-                missing = [i for i in range(count) if i not in hellos]
+                missing = [i for i in range(count) if i not in hellos or i in closed]
                 problem = _late(missing, own, limits, door)
             continue
         connection, hello = joined
         connection.send('heard')
         answered.append(connection)
+        index = int(hello['index'])
+        if index in connections and connections[index].is_closed():
+            del hellos[index]
         problem = _check_hello(hello, own, hellos)
         if problem is None:
-            hellos[int(hello['index'])], connections[int(hello['index'])] = hello, connection
+            hellos[index], connections[index] = hello, connection
     if problem is None and (found := differences([hellos[i]['packages'] for i in range(count)])):
         problem = disagreement(found, count, 'install the same versions on all hosts')
     ports = [p for p in own['ports'] if all(p in hello['ports'] for hello in hellos.values())]
