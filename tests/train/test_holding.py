@@ -232,6 +232,7 @@ def test_the_clocks_of_hosts_need_not_agree(tmp_path):
     'changes',
     [
         None,
+        'a pipe',
         {'since': 1e300},
         {'since': None},
         {'owner': {'host': 'a', 'machine': 'b', 'pid': 2**40, 'born': None}},
@@ -241,8 +242,11 @@ def test_the_clocks_of_hosts_need_not_agree(tmp_path):
 def test_a_claim_that_cannot_be_read_counts_by_its_signs_of_life(tmp_path, changes):
     owner = {'host': 'a', 'machine': 'b', 'pid': 1, 'born': None, 'command': ''}
     claim = {'owner': owner, 'since': 1.0, 'holds': True, 'place': '1'}
-    text = '{"owner": ' if changes is None else json.dumps(claim | changes)
-    (tmp_path / 'in-use-0.json').write_text(text)
+    if changes == 'a pipe':
+        os.mkfifo(tmp_path / 'in-use-0.json')
+    else:
+        text = '{"owner": ' if changes is None else json.dumps(claim | changes)
+        (tmp_path / 'in-use-0.json').write_text(text)
     os.utime(tmp_path / 'in-use-0.json', (1e9, 1e9))
     with hold(tmp_path):
         assert len(claims(tmp_path)) == 1

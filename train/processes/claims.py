@@ -23,11 +23,12 @@ from typing import Any, Literal
 import fsspec
 from etils import epath
 
-from partitioning.untrusted_text import parse_json
+from partitioning.untrusted_text import parse_json, read_regular_file
 from train.paths import is_remote, replacing
 from train.processes.signals import handling
 
 _PREFIX, _CLAIM, _ALIVE = 'in-use-', '.json', '.alive'
+_MOST_BYTES = 2**16
 # How much the times at which a process has begun may differ, where they are not exact, in seconds.
 _SAME_TIME = 2.0
 
@@ -202,7 +203,7 @@ class ClaimedFolder:
     def _read(self, token: str) -> Claim | None:
         """Returns a claim, or None if it has been removed."""
         try:
-            found: Any = parse_json(self.file(token).read_text())
+            found: Any = parse_json(self._content(token))
             owner = Owner(**_checked(found.pop('owner'), _OF_OWNER))
             return Claim(**{**_checked(found, _OF_CLAIM), 'owner': owner, 'token': token})
         except FileNotFoundError:
@@ -212,6 +213,15 @@ class ClaimedFolder:
             if seen is None:
                 return None
             return Claim(token=token, owner=None, since=seen, holds=True, place=self.place)
+
+    def _content(self, token: str) -> bytes:
+        """The bytes of a claim. Raises a ValueError if something else has its name, as a pipe."""
+        if self._remote:
+            return self.file(token).read_bytes()
+        found = read_regular_file(self.file(token), _MOST_BYTES)
+        if found is None:
+            raise ValueError('not a file')
+        return found[0]
 
     def give_sign(self, token: str) -> bool:
         """Gives a sign of life. Returns whether the claim is still there.
@@ -234,8 +244,12 @@ class ClaimedFolder:
         """Returns the time of the last sign of life, or None if the claim has been removed."""
         if not self._remote:
             try:
-                with open(self.file(token)) as file:  # A shared file system looks anew.
-                    return os.fstat(file.fileno()).st_mtime
+                # A shared file system looks anew at what is opened. Nobody may write to a pipe.
+                file = os.open(self.file(token), os.O_RDONLY | os.O_NONBLOCK)
+                try:
+                    return os.fstat(file).st_mtime
+                finally:
+                    os.close(file)
             except FileNotFoundError:
                 return None
         seen = [self._modified(path) for path in (self.file(token), self._alive(token))]
