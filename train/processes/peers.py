@@ -72,7 +72,7 @@ class Peers:
     def close(self) -> None:
         """Ends all connections."""
         self._ends.set()
-        for _, connection in self._connections.values():
+        for _, connection in list(self._connections.values()):  # Another thread may connect now.
             connection.close()
 
     def _connect(self, index: int) -> Connection:
