@@ -82,7 +82,7 @@ def keep_programs_of_this_process() -> None:
 class _SealedPrograms:
     """jax's folder of programs, in which only those with the seal of this user are found.
 
-    The seal, 32 bytes before a program, is an HMAC-SHA256 of its name and its bytes. The names of
+    The seal, 32 bytes behind a program, is an HMAC-SHA256 of its name and its bytes. The names of
     files depend on the secret, too, so that users who share a folder do not replace each other's.
     """
 
@@ -97,7 +97,7 @@ class _SealedPrograms:
         found = self._kept.get(name := self.name(key))
         if found is None:
             return None
-        seal, program = found[:_SEAL_BYTES], found[_SEAL_BYTES:]
+        program, seal = found[:-_SEAL_BYTES], found[-_SEAL_BYTES:]
         if not hmac.compare_digest(seal, self._seal(name, program)):
             self._on_damage(name)
             return None
@@ -106,7 +106,7 @@ class _SealedPrograms:
 
     def put(self, key: str, program: bytes) -> None:
         name = self.name(key)
-        self._kept.put(name, self._seal(name, program) + program)
+        self._kept.put(name, program + self._seal(name, program))
 
     def _seal(self, name: str, program: bytes = b'') -> bytes:
         code = hmac.new(self._secret, name.encode() + b'\0', 'sha256')
