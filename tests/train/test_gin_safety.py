@@ -137,6 +137,14 @@ def test_a_hostile_line_is_refused_in_one_line_and_imports_nothing(
         check_listed(read_statements([str(tmp_path / 'run.gin')]), ALIASES)
 
 
+@pytest.mark.parametrize('name', ['base_url', 'settings', 'config', 'dir', 'save_code', 'key'])
+def test_the_account_of_weights_and_biases_and_files_are_not_for_gin(refusal, load, name):
+    """Their package would send its key to a `base_url`, and upload the file of a `config`."""
+    message = refusal(f"WeightsAndBiasesWriter.{name} = 'https://example.org'\n")
+    assert f"'WeightsAndBiasesWriter' has no parameter '{name}'." in message
+    load("WeightsAndBiasesWriter.project = 'mine'\nWeightsAndBiasesWriter.tags = ['a']\n")
+
+
 # What gin files may import.
 
 

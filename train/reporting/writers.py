@@ -7,7 +7,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 
 import jax
 from etils import epath
@@ -237,6 +237,22 @@ class TensorBoardWriter:
             self._events.close()
 
 
+class WeightsAndBiasesSettings(TypedDict, total=False):
+    """Arguments of `wandb.init` that gin files may set.
+
+    Others send an account's key to another server, or upload files. A program may pass them, too.
+    """
+
+    project: str
+    entity: str
+    name: str
+    notes: str
+    group: str
+    job_type: str
+    tags: Sequence[str]
+    mode: str
+
+
 class WeightsAndBiasesWriter:
     """Logs to Weights & Biases. Needs the package wandb.
 
@@ -249,7 +265,12 @@ class WeightsAndBiasesWriter:
       **settings: arguments of `wandb.init`, such as `project` and `name`.
     """
 
-    def __init__(self, directory: epath.Path, resumed_step: int, **settings: Any):
+    def __init__(
+        self,
+        directory: epath.Path,
+        resumed_step: int,
+        **settings: Unpack[WeightsAndBiasesSettings],
+    ):
         wandb = import_optional('wandb', 'wandb', 'WeightsAndBiasesWriter')
         file = epath.Path(directory) / 'wandb-id.txt'
         known = file.read_text() if resumed_step and file.exists() else None
