@@ -23,7 +23,10 @@ from meshwright.user_lines import user_line
 
 # What marks the arrays that a program cuts by hand, in a shard_map.
 _BY_HAND = ('SPMDFullToShardShape', 'xla.sdy.GlobalToLocalShape')
-_CALLED = ('calls', 'to_apply', 'body', 'condition', 'branch_computations')
+_CALLED = (
+    *('calls', 'to_apply', 'body', 'condition'),
+    *('branch_computations', 'called_computations'),
+)
 
 
 class Hlo(NamedTuple):

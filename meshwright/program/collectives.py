@@ -159,12 +159,14 @@ def find_collectives(
       mesh: the mesh that it was compiled for, which names the axes.
     """
     found, chains, places = [], set[tuple[str, str, str]](), dict[str, Computation]()
-    started = {
-        name
-        for visit in visits
-        if visit.instruction.opcode in ('async-start', 'call-start')
-        for name in (*visit.instruction.called('calls'), *visit.instruction.called('to_apply'))
-    }
+    started = set[str]()
+    for visit in visits:
+        if visit.instruction.opcode in ('async-start', 'call-start'):
+            started |= {
+                name for by in ('calls', 'to_apply') for name in visit.instruction.called(by)
+            }
+        elif visit.computation.name in started:
+            started |= {*visit.instruction.called('called_computations')}
     for visit in visits:
         for instruction, inside in _exchanging(program, visit.instruction, visit.computation):
             # An asynchronous collective appears in all fusions that it overlaps with.

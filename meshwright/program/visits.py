@@ -61,6 +61,9 @@ def _entered(program: HloProgram, instruction: Instruction) -> list[tuple[str, i
         return [(name, 1) for name in instruction.called('to_apply')]
     if instruction.opcode == 'async-start':
         return [(name, 1) for name in instruction.called('calls')]
+    if instruction.opcode == 'custom-call':  # the sparse cores of TPUs exchange data in them
+        called = instruction.called('called_computations')
+        return [(name, 1) for name in called if _exchanges(program.computations[name])]
     if instruction.opcode == 'conditional':
         names = instruction.called('branch_computations') or (
             *instruction.called('true_computation'),
@@ -74,6 +77,10 @@ def _entered(program: HloProgram, instruction: Instruction) -> list[tuple[str, i
 
         return [(max(names, key=length), 1)]
     return []
+
+
+def _exchanges(computation: Computation) -> bool:
+    return any('replica_groups=' in i.attributes for i in computation.instructions.values())
 
 
 def _trip_count(program: HloProgram, loop: Instruction) -> int | None:

@@ -212,6 +212,11 @@ HloModule jit_f, is_scheduled=true, num_partitions=8
   ROOT %t = (s32[], f32[16]{0}) tuple(%i, %slice)
 }
 
+%wrapped (w: f32[16]) -> f32[64] {
+  %w = f32[16]{0} parameter(0)
+  ROOT %core = f32[64] custom-call(%w), custom_call_target="core", called_computations={%inner}
+}, execution_thread="sparsecore"
+
 %condition (c: (s32[], f32[16])) -> pred[] {
   %c = (s32[], f32[16]{0}) parameter(0)
   %n = s32[] get-tuple-element(%c), index=0
@@ -233,6 +238,7 @@ ENTRY %main (q: f32[16]) -> f32[16] {
     'started',
     [
         'async-start(%x), calls=%inner',
+        'async-start(%x), calls=%wrapped',
         'call-start(%x), to_apply=%inner',
         'all-gather-start(%x), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}',
     ],
