@@ -90,7 +90,7 @@ LACKS = {
         'operands and random bits are written to the memory: 2.7 of the missing 3.2 s'
     ),
     'v5p-128-llama4-maverick': (
-        'the program that was traced needs 178 of 95.7 GiB by libtpu, so another one ran'
+        'the traced program needs 178 of 95.7 GiB by libtpu: another program or compiler ran'
     ),
     'v5p-2048-maxtext-1024b-s2': (
         'twice the chips with the same work each took 15% less, so that one of both is an outlier'
