@@ -105,7 +105,7 @@ def find_sharing(
     gradients by itself.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or not rules or AxisType.Explicit in mesh.axis_types:
+    if not _has_layouts(mesh, rules):
         return None
     of_x = _axes_of_letters(equation.rows, x_names, x.shape, rules, mesh)
     of_gradient = rules if (own := GRADIENT_RULES.get()) is None else own
@@ -123,6 +123,11 @@ def find_sharing(
     used = {axis for axes in (*of_x.values(), *of_w.values()) for axis in axes}
     unused = tuple(axis for axis in free_axes(mesh) if axis not in used)
     return Sharing(rows, tuple(weights), kept, unused) if weights else None
+
+
+def _has_layouts(mesh: AbstractMesh, rules: LogicalAxisRules) -> bool:
+    """Whether rules lay out arrays over the mesh that is set, and jax does not by itself."""
+    return not mesh.empty and bool(rules) and AxisType.Explicit not in mesh.axis_types
 
 
 def _axes_of_letters(
@@ -176,8 +181,8 @@ def multiply(
         are of 8 bits. Weights are gathered in 8 bits, too. None keeps them as they are.
 
     Returns:
-      The product, in the dtype of the rows. It has no forward-mode derivative where mesh axes are
-      shared, or with `rounding`.
+      The product, in the dtype of the rows. It has no forward-mode derivative in a partitioned
+      function with Auto axes, or with `rounding`.
 
     Raises:
       ValueError: if the equation is not a product of rows and weights, or if the rules do not fit
@@ -186,9 +191,10 @@ def multiply(
     from flax.core import spmd  # the context that linen models read; heavy, so not at import
 
     letters, rules = parse(equation), spmd.get_logical_axis_rules()
+    mesh = jax.sharding.get_abstract_mesh()
     sharing = find_sharing(letters, x, w, x_names, w_names, rules)
     dtype = jnp.dtype(x.dtype if gradient_dtype is None else gradient_dtype)
-    if rounding is None and sharing is None and dtype == x.dtype:
+    if rounding is None and dtype == x.dtype and not _has_layouts(mesh, rules):
         return jnp.einsum(equation, x, w.astype(x.dtype))
     # In a shard_map both vary along the same axes, so it sums the gradient of one that does not.
     of_x, of_w = varying_axes(x), varying_axes(w)
@@ -321,6 +327,7 @@ def _gradient_of_weights(
         return (dw * spread(rounded.scale, letters.result, order)).astype(dtype)
 
     if sharing is None:
+        # jax would multiply the gradient by the rows, for which CPUs transpose all of it.
         return product(x, dy, letters.weights)
     scattered = dict(sharing.weights)
     # Scattered dimensions are the first ones, so that each shard is contiguous before it moves.
