@@ -65,11 +65,11 @@ class TransformerConfig:
       gradient_dtype: the dtype in which devices sum the gradients of the matrices, by default the
         dtype of the computation. 'float32' sends twice the bytes of 'bfloat16'.
       products: the products of layers in 8 bits. By default, they are in `dtype`. Not for experts.
-      remat: what the backward pass recomputes: 'none', 'dots' (everything except matmul results),
-        'full' (everything), or a `Remat`, which lists what is kept. Of a list of these, layer n
-        takes entry n modulo the length; a scan then traces one layer per entry. 'auto' keeps what
-        fits into the memory of the devices, see `train.running.rematerialization`; outside of a
-        run, it is 'full'.
+      remat: what the backward pass recomputes: 'none' (in a scan, what is computed element by
+        element), 'dots' (everything except matmul results), 'full' (everything), or a `Remat`,
+        which lists what is kept. Of a list of these, layer n takes entry n modulo the length; a
+        scan then traces one layer per entry. 'auto' keeps what fits into the memory of the devices,
+        see `train.running.rematerialization`; outside of a run, it is 'full'.
       scan_layers: whether the layers are scanned. A scan traces one layer and stacks the
         parameters; otherwise every layer is traced.
       scan_unroll: the number of layers in one iteration of the compiled loop over scanned layers.

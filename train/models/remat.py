@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
 import jax
+from flax.core import spmd
 from jax.ad_checkpoint import checkpoint_name
 
-from partitioning.rules import nearest
+from partitioning.rules import nearest, sharding_axes
 from train.errors import ConfigError
 
 # 'residual' is the input of a layer, 'attended' what attention returns before its projection, and
@@ -159,21 +160,44 @@ def with_input(remat: Remat) -> Remat:
     return dataclasses.replace(remat, save=(*remat.save, 'residual'))
 
 
-def _keep_all(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Keeps everything but the weights behind a barrier, which a loop would copy for each layer."""
-    return str(primitive) != 'optimization_barrier'
+# Operations on elements, which compilers fuse into what reads their results. A loop would copy the
+# results of each layer. Weights are behind a barrier.
+_ARITHMETIC = ('add', 'sub', 'mul', 'div', 'neg', 'max', 'min', 'square', 'integer_pow')
+_FUNCTIONS = ('sqrt', 'rsqrt', 'logistic', 'tanh', 'erf', 'reduce_precision', 'select_n')
+_MOVES = ('broadcast_in_dim', 'reshape', 'squeeze', 'transpose', 'concatenate', 'slice', 'split')
+_ELEMENTWISE = {*_ARITHMETIC, *_FUNCTIONS, *_MOVES, 'name', 'optimization_barrier'}
+
+
+def _keep_costly(primitive: Any, *arrays: Any, **params: Any) -> bool:
+    """Keeps what costs more than to read its arguments: products, exponentials, sums and exchanges.
+
+    Where no mesh axis shards more than the batch, constraints exchange nothing.
+    """
+    kind = str(primitive)
+    if kind == 'convert_element_type':
+        return params['new_dtype'].itemsize < arrays[0].dtype.itemsize
+    if kind == 'sharding_constraint':
+        return not _shards_only_rows()
+    return kind not in _ELEMENTWISE
+
+
+def _shards_only_rows() -> bool:
+    """Whether the mesh that is set has no axis but those that shard the batch."""
+    mesh, rules = jax.sharding.get_abstract_mesh(), spmd.get_logical_axis_rules()
+    of_batch = {axis for name, axes in rules if name == 'batch' for axis in sharding_axes(axes)}
+    return all(size == 1 or axis in of_batch for axis, size in mesh.shape.items())
 
 
 def recompute(function: F, remat: Remat | None, *, prevent_cse: bool) -> F:
     """Returns a function whose backward pass recomputes what `remat` does not keep.
 
     Args:
-      remat: what is kept. None keeps everything.
+      remat: what is kept. None keeps all that a loop would not compute as fast as read.
       prevent_cse: whether XLA could merge the recomputation with the first computation. Loops
         prevent it, because their forward and backward passes are separate programs.
     """
     if remat is None and prevent_cse:
         return function
-    policy = _keep_all if remat is None else remat.policy
+    policy = _keep_costly if remat is None else remat.policy
     recomputed: Any = jax.checkpoint(function, prevent_cse=prevent_cse, policy=policy)
     return recomputed
