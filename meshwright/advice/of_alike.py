@@ -81,7 +81,8 @@ def _read(view: FunctionView, step: Step) -> _Alike | None:
     where = next(view.line_of(end) for end in ends if end is not None)
     pairs = [one for one in reduced.steps if one.name in PRODUCTS and reduced.others(one)]
     if not pairs:
-        alone = all(one.name in _OF_PARTS for one in reduced.steps)
+        picks = [one for one in reduced.steps if one.name == 'gather' and one in ends]
+        alone = all(one.name in _OF_PARTS or one in picks for one in reduced.steps)
         return _Alike(step, axes, n, None, 0, where) if alone else None
     for product in pairs:
         d = _rows_of(view, step, product)
@@ -134,10 +135,14 @@ def _tell(view: FunctionView, one: _Alike) -> Iterator[Told]:
     peak = view.base.peak
     if one.product is None:
         shape = one.gather.inputs[0].shape
-        why = f'{rows} of {one.gather.outputs[0].shape}, of which {one.where} only uses sums'
+        why = (
+            f'the gather at {line} gives all {one.n} devices along {axes} all of '
+            f'{one.gather.outputs[0].shape}, of which {one.where} only needs sums or extremes'
+        )
         text = (
-            f'leave out the all_gather at {line}: sum the rows of each device, {shape}, and then '
-            f'the sums with jax.lax.psum, or pmean for a mean, over {axes}, at {one.where}'
+            f'leave out the all_gather at {line}: reduce the part of each device, {shape}, and '
+            f'then the results with jax.lax.psum, pmean or pmax over {axes}, at {one.where}; an '
+            'element that is picked by its number counts on the device that has it'
         )
     else:
         made, where = one.product.outputs[0], view.line_of(one.product)

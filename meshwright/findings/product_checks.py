@@ -161,19 +161,28 @@ def _describe_cut(facts: ProgramFacts, axis: str, group: Sequence[tuple[Step, in
         if not set(dim) & factors.summed
         and free_dimension(weight.shape[n : n + 1], axes[n : n + 1], axis, facts.sizes) is not None
     ]
+    order = _dimensions_of_argument(weight)
+    now = [weight.axes[n] for n in order]
     advice = f'leave {axis!r} out of its layout'
     if kept:
-        moved = [(*own, axis) if n == kept[0] else own for n, own in enumerate(axes)]
+        moved = [(*axes[n], axis) if n == kept[0] else axes[n] for n in order]
         advice = f'write {axes_str(moved)} for it'
     products = 'this product sums' if len(group) == 1 else f'{len(group)} products sum'
     like = f' (and {len(group) - 1} more like it)' if len(group) > 1 else ''
     return (
-        f'{products} over dimension {d} of {weight.argument}{like}, which has '
-        f'{weight.shape[d]:,} elements and is sharded along {axis!r} by {axes_str(weight.axes)}, '
+        f'{products} over dimension {order.index(d)} of {weight.argument}{like}, which has '
+        f'{weight.shape[d]:,} elements and is sharded along {axis!r} by {axes_str(now)}, '
         f'while the other operand is whole along it: the {size} devices along {axis!r} must sum up '
         f'their results, or gather the parameter ({bytes_str(2 * (size - 1) / size * made)} from '
         f'each device); {advice}'
     )
+
+
+def _dimensions_of_argument(weight: Value) -> list[int]:
+    """The dimensions of an operand in the order of the argument that it is, such as transposed."""
+    numbers = [dim.number if dim is not None else -1 for dim in weight.dims]
+    every = list(range(len(weight.shape)))
+    return sorted(every, key=numbers.__getitem__) if sorted(numbers) == every else every
 
 
 def find_indivisible_constraints(facts: ProgramFacts) -> Iterator[Finding]:

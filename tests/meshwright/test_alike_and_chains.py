@@ -69,6 +69,12 @@ def whiten_with_all(x, w):
     return jax.lax.psum(jnp.sum(x / scale), 'data')
 
 
+def score_with_all(x, w):
+    logits = jax.lax.all_gather(x, 'data', axis=1, tiled=True)
+    picked = jnp.take_along_axis(logits, jnp.arange(64)[:, None], 1)[:, 0]
+    return jnp.mean(jax.nn.logsumexp(logits, 1) - picked)
+
+
 def smooth_from_all(x, w):
     field = jax.lax.all_gather(x, 'data', tiled=True)
     wide = jnp.concatenate([field[-1:], field, field[:1]])
@@ -79,6 +85,7 @@ def smooth_from_all(x, w):
 ALIKE = {
     distances_of_all: ('leave out this all_gather', 'x = jax', 0.5),
     whiten_with_all: ('leave out the all_gather', 'every = jax', 1.0),
+    score_with_all: ('leave out the all_gather', 'logits = jax', 1.0),
     smooth_from_all: ('send only the 2 elements of dimension 0', 'field = jax', 1 - 2 / 448),
 }
 

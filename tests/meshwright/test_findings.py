@@ -517,6 +517,23 @@ def test_modules_of_equinox():
     assert 'model/layers/0/weight' in found[0].message
 
 
+def test_a_transposed_parameter_is_told_with_the_layout_of_its_argument():
+    mesh = mesh_of(data=2, model=4)
+
+    def step(params, x):
+        grad = jax.grad(lambda p: jnp.mean((x @ p['codes'].T) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - g, params, grad)
+
+    def sharding(*spec):
+        return NamedSharding(mesh, P(*spec))
+
+    codes = jax.ShapeDtypeStruct((512, 64), 'float32', sharding=sharding(None, 'model'))
+    x = jax.ShapeDtypeStruct((32, 64), 'float32', sharding=sharding('data'))
+    (found,) = mw.lint(jax.jit(step, donate_argnums=0), {'codes': codes}, x, compile=False)
+    assert found.kind == 'cut product' and 'dimension 1 of params/codes' in found.message
+    assert "by P(None, 'model')" in found.message and "write P('model', None)" in found.message
+
+
 def sequence_parallel(*, mends):
     """Tensor parallelism whose residuals are split along the sequence: gathered, and scattered."""
     mesh = mesh_of(data=2, model=4)
