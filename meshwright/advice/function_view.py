@@ -21,7 +21,7 @@ from meshwright.causes.explaining import Explanation
 from meshwright.causes.layouts import axes_of_row, sharding_of_row
 from meshwright.jaxpr import TracedProgram
 from meshwright.jaxpr.implied_exchanges import KINDS
-from meshwright.jaxpr.primitives import CONSTRAINTS
+from meshwright.jaxpr.primitives import CONSTRAINTS, MOVES
 from meshwright.jaxpr.values import TO_GLOBAL, Axes, Dims, Step, Value, readers_of, steps_in, ties
 from meshwright.jaxpr.varying import Varying
 from meshwright.program.collectives import Collective
@@ -121,6 +121,17 @@ class FunctionView:
         step = self.makers.get(id(value))
         made = [] if step is None else self._by_equation.get(id(step.place.equation), [])
         return next((one for one in made if one.shape == value.shape), None)
+
+    def is_used(self, value: Value) -> bool:
+        """Whether more of a value is used than its shape, as by jnp.zeros_like."""
+        pending, results = [value], set(map(id, self.traced.results))
+        while pending:
+            one = pending.pop()
+            users = self.possible.graph.users(one)
+            if id(one) in results or any(user.primitive not in MOVES for user in users):
+                return True
+            pending += users
+        return False
 
     def is_for_backward(self, step: Step) -> bool:
         """Whether a step is of a backward pass, or takes something out of a shard_map for it."""

@@ -184,7 +184,7 @@ def find_misfits(view: FunctionView) -> Iterator[Told]:
     """Finds the operations of the forward pass that cannot keep the layout of their operand."""
     found: dict[tuple[str, Axes], _Misfit] = {}
     for value in view.values:
-        if value.backward or value.manual or not value.operands:
+        if value.backward or value.manual or not value.operands or not view.is_used(value):
             continue
         search = _Search(value, view)
         for one in search.reshaped() if value.primitive == 'reshape' else search.cut():

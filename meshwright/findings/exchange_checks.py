@@ -36,7 +36,6 @@ from meshwright.jaxpr import TracedProgram, lay_out_trace
 from meshwright.jaxpr.exchange_list import exchanges_of, walk_exchanges
 from meshwright.jaxpr.naming import TracedValues
 from meshwright.program.collectives import Collective
-from partitioning.amounts import share_str
 from partitioning.plan.findings import Finding
 
 _LEAST = 0.1  # the share of what a device sends that a change has to save by formula
@@ -81,14 +80,8 @@ def find_needless_exchanges(
             sent, sends = told.effect.sent
             if sent - sends >= _LEAST * view.sends:
                 seen.add(told.line)
-                share = share_str((sent - sends) / sent)
-                yield Finding(
-                    'warning',
-                    'needless exchange',
-                    told.line,
-                    f'{told.why}; {told.change.text} (by formula, it saves {share} of what a '
-                    'device sends)',
-                )
+                message = f'{told.why}; {told.change.text}'
+                yield Finding('warning', 'needless exchange', told.line, message)
 
 
 def _view(traced: TracedCall, mesh: Mesh, held: Sequence[HeldArray]) -> FunctionView:

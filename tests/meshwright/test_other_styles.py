@@ -180,6 +180,19 @@ def test_a_scan_over_a_sharded_dimension_gathers_it():
     assert cause.effect.sent[1] == pytest.approx(sent, rel=0.01)
 
 
+def test_a_slice_of_which_only_the_shape_is_used_moves_nothing():
+    def loss(w, x):
+        u = x @ w
+        start = jnp.zeros_like(u[:, 0])
+        _, ys = jax.lax.scan(lambda h, now: (0.9 * h + now, h), start, u.swapaxes(0, 1))
+        return jnp.mean(ys**2)
+
+    mesh = mesh_of(data=2, seq=4)
+    args = struct(mesh, (WIDTH, 256)), struct(mesh, (16, 64, WIDTH), 'data', 'seq')
+    causes = [cause for _, cause in forecast(jax.jit(jax.grad(loss)), *args).collectives]
+    assert not any(cause and line_of(loss, 'u[:, 0]') in cause.change for cause in causes)
+
+
 def test_rows_over_two_axes_are_told_with_both():
     mesh = mesh_of(data=2, fsdp=4)
 
