@@ -50,7 +50,8 @@ def compile_variants(
     variants += tuple(_of_pin(pin, advised) for pin in advised.pins)
     if until_first:  # what only the author can write explains what layouts do not need
         left = most - any(one.trial is not None for one in advised.told)
-        variants = (advised.variants if advised.told else variants)[:left]
+        # Where a compiler sends far more than layouts need, each of the pins may be the mend.
+        variants = (advised.variants if advised.told else variants)[: left + len(advised.pins)]
         if not left:
             kept += [v for v in advised.variants if v.helps]
     for number, variant in enumerate(variants):
