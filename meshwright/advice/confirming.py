@@ -18,6 +18,7 @@ _TOLD = 3  # changes that only the author can write and that are compiled
 # A change that sends or holds so little is told, although it holds a little more, or sends more.
 _MUCH_LESS, _HELD_LESS = 0.8, 0.9
 _FAR_LESS, _HARDLY = 0.7, 1.1  # the same for constraints and layouts
+_LESS = 0.97  # of what another change sends
 _EXPERTS = 3  # layouts of experts that are compiled although they do not help by formula
 
 
@@ -74,6 +75,7 @@ def compile_variants(
                 kept += [v for v in advised.variants[number + 1 :] if v.helps]
                 break
     kept.sort(key=lambda v: (v.compiled is None, -_saved(v)))
+    told = tuple(one for one in told if not any(_outdoes(v, one) for v in kept))
     return dataclasses.replace(advised, variants=tuple(kept), told=told)
 
 
@@ -114,6 +116,14 @@ def _compile_told(
             yield dataclasses.replace(one, effect=effect, confirmed=True, gone=after.gone(before))
         elif after.sent < before.sent:
             yield dataclasses.replace(one, effect=effect, confirmed=False)
+
+
+def _outdoes(variant: Variant, told: Told) -> bool:
+    """Whether a compiled layout removes the same, sends less, and holds no more."""
+    if variant.compiled is None or told.effect is None or not variant.gone & told.gone:
+        return False
+    (_, sends), (_, holds) = variant.compiled.sent, variant.compiled.peak
+    return sends < _LESS * told.effect.sent[1] and holds <= told.effect.peak[1]
 
 
 def _is_worth(one: Told, effect: Effect) -> bool:
