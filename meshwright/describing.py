@@ -92,7 +92,7 @@ def describe_program(
     """
     costs = read_program(program, target)
     mesh, jaxpr = target.mesh, program.traced.jaxpr
-    kernels = find_kernel_work(jaxpr)
+    kernels = find_kernel_work(jaxpr, mesh.size)
     model_flops, program_flops = count_device_flops(jaxpr, mesh.size, kernels)
     repeated = tuple(_find_repeated(program, program_flops))
     laid_out = lay_out_trace(program.traced, mesh, target.slices or None)

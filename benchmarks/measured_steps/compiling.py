@@ -131,7 +131,7 @@ def trace_program(program: Any) -> Traced:
         'model_flops': 3 * count_flops(forward, state.params, state.flax_mutables, batch),
         'program_flops': count_jaxpr_flops(jaxpr.jaxpr),
         'matmul_flops': count_jaxpr_flops(jaxpr.jaxpr, kernels=False) / program.num_devices,
-        'kernel_work': [dataclasses.asdict(k) for k in find_kernel_work(jaxpr)],
+        'kernel_work': [dataclasses.asdict(k) for k in find_kernel_work(jaxpr, mesh.size)],
         'compiler_options': run.compiler_options,
         'versions': package_versions(*_PACKAGES),
     }

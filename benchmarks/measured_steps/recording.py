@@ -175,7 +175,7 @@ def describe(step: CompiledFunction) -> dict[str, Any]:
     """What is known about a step from its trace and its compiler, as the store has it."""
     mesh, jaxpr = mesh_of(step), step.call.jaxpr
     chip, axes = _chip_of(mesh), mesh_axes(mesh)
-    kernels = find_kernel_work(jaxpr)
+    kernels = find_kernel_work(jaxpr, mesh.size)
     laid_out = lay_out_trace(step.call, mesh, target_of_mesh(mesh).slices or None)
     layers = describe_layers(laid_out)
     work = estimate_work(laid_out, chip, kernels, layers)

@@ -55,7 +55,7 @@ def read_work(
         else None,
         other_seconds=(costs.cycles - matmul) / clock if clock and estimated else None,
         other_bytes=costs.device_bytes,
-        kernels=tuple(find_kernel_work(jaxpr) if kernels is None else kernels),
+        kernels=tuple(find_kernel_work(jaxpr, num_devices) if kernels is None else kernels),
         collectives=costs.collectives,
         host_bytes=costs.host_bytes,
         layers=layers,

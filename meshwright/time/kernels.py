@@ -61,17 +61,19 @@ def count_device_flops(
     return model / num_devices + needed, program / num_devices + in_kernels
 
 
-def find_kernel_work(jaxpr: Any) -> tuple[KernelWork, ...]:
+def find_kernel_work(jaxpr: Any, num_devices: int = 1) -> tuple[KernelWork, ...]:
     """Finds the kernels of a function and what one device computes and moves in them.
 
-    Kernels in a `shard_map` have the shapes of one device. Kernels outside count with the shapes
-    that they have. A kernel reads and writes each of its arrays once.
+    Kernels in a `shard_map` have the shapes of one device. Outside, jax shards the attention of
+    cuDNN over batch and heads, and it counts as shared evenly; each device runs whole kernels of
+    Pallas. A kernel reads and writes each of its arrays once.
 
     Args:
       jaxpr: the ClosedJaxpr of a function, such as `traced.jaxpr`.
+      num_devices: the number of devices.
     """
     block = write_out(jaxpr, with_unused=True)
-    _, kernels = _search(block, [None] * len(block.inputs))
+    _, kernels = _search(block, [None] * len(block.inputs), num_devices)
     found: dict[str, list[KernelWork]] = collections.defaultdict(list)
     for kernel in kernels:
         found[kernel.name].append(kernel)
@@ -82,12 +84,13 @@ def find_kernel_work(jaxpr: Any) -> tuple[KernelWork, ...]:
 _Outcome = tuple[Sequence[Any], list[KernelWork]]
 
 
-def _search(block: Block, given: Sequence[Any]) -> _Outcome:
+def _search(block: Block, given: Sequence[Any], num_devices: int) -> _Outcome:
     """Walks through a block that runs once.
 
     Args:
       block: the steps.
       given: its inputs, None for those that are not known.
+      num_devices: the number of devices.
     """
     known: dict[int, Any] = {id(v): x for v, x in zip(block.inputs, given, strict=True)}
 
@@ -96,20 +99,21 @@ def _search(block: Block, given: Sequence[Any]) -> _Outcome:
 
     kernels: list[KernelWork] = []
     for step in block.steps:
-        results, found = _search_step(step, [read(value) for value in step.inputs])
+        results, found = _search_step(step, [read(value) for value in step.inputs], num_devices)
         kernels += found
         known |= {id(v): x for v, x in zip(step.outputs, results, strict=False)}
     return [read(value) for value in block.outputs], kernels
 
 
-def _search_step(step: Step, arguments: list[Any]) -> _Outcome:
+def _search_step(step: Step, arguments: list[Any], num_devices: int) -> _Outcome:
     """The results of a step, or () if they are not simple or an argument is not known."""
     if step.name == 'cond':
-        return _search(step.bodies[_choose_branch(step, arguments[0])], arguments[1:])
+        chosen = step.bodies[_choose_branch(step, arguments[0])]
+        return _search(chosen, arguments[1:], num_devices)
     if step.bodies:
-        return _search_loop(step, arguments)
+        return _search_loop(step, arguments, num_devices)
     if _is_kernel(step):
-        return (), [_work_of(step, arguments)]
+        return (), [_work_of(step, arguments, num_devices)]
     if step.is_border:
         known, to_shape = arguments[0], step.outputs[0].shape
         return ([] if known is None else [_cross_border(known, to_shape)]), []
@@ -141,7 +145,7 @@ def _cross_border(known: np.ndarray, to_shape: Sequence[int]) -> np.ndarray | No
     return part if np.array_equal(np.tile(part, counts), known) else None
 
 
-def _search_loop(step: Step, arguments: Sequence[Any]) -> _Outcome:
+def _search_loop(step: Step, arguments: Sequence[Any], num_devices: int) -> _Outcome:
     """A loop whose iterations differ in a `cond` is searched once for each iteration.
 
     What its iterations return is known if it is known in each: a backward pass reads there which
@@ -151,10 +155,10 @@ def _search_loop(step: Step, arguments: Sequence[Any]) -> _Outcome:
     fixed = [*arguments[:constants], *[None] * carried]
     rows = arguments[constants + carried :]
     if not _chooses_kernels(body):
-        _, found = _search(body, [*fixed, *[None] * len(rows)])
+        _, found = _search(body, [*fixed, *[None] * len(rows)], num_devices)
         return (), [_add([kernel], times=step.times) for kernel in found]
     runs = [
-        _search(body, [*fixed, *[x if x is None else x[i] for x in rows]])
+        _search(body, [*fixed, *[x if x is None else x[i] for x in rows]], num_devices)
         for i in range(step.times)
     ]
     returned = zip(*(results[carried:] for results, _ in runs), strict=True)
@@ -182,8 +186,8 @@ def _is_kernel(step: Step) -> bool:
     return step.name == 'pallas_call' or step.name.startswith('dot_product_attention_')
 
 
-def _work_of(step: Step, arguments: Sequence[Any]) -> KernelWork:
-    name = step.name
+def _work_of(step: Step, arguments: Sequence[Any], num_devices: int) -> KernelWork:
+    name, sharers = step.name, 1
     if name == 'pallas_call':
         name, size = str(step.params['name']), _width_of(step.params['jaxpr'])
         mapping = step.params['grid_mapping']
@@ -194,6 +198,7 @@ def _work_of(step: Step, arguments: Sequence[Any]) -> KernelWork:
         if stated is not None and not mapping.grid:  # it loops over blocks by itself
             flops = max(flops, float(stated.flops))
     else:
+        sharers = 1 if step.inputs[0].manual else num_devices
         query, key = (value.shape for value in step.inputs[:2])
         length = 2 if step.params.get('layout') == _HEADS_FIRST else 1
         batch, heads, queries, keys = query[0], query[3 - length], query[length], key[length]
@@ -203,8 +208,8 @@ def _work_of(step: Step, arguments: Sequence[Any]) -> KernelWork:
         if window := step.params.get('sliding_window_length') or 0:
             seen = min(seen, window)
         products = _BACKWARD if '_bwd' in step.name else _FORWARD
-        flops = products * 2.0 * batch * heads * queries * seen * size
-    nbytes = sum(value.nbytes for value in (*step.inputs, *step.outputs))
+        flops = products * 2.0 * batch * heads * queries * seen * size / sharers
+    nbytes = sum(value.nbytes for value in (*step.inputs, *step.outputs)) / sharers
     is_backward = step.place.is_backward or RECOMPUTED in step.place.path
     return KernelWork(
         name=name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from meshwright.jaxpr import TracedProgram, list_collectives
@@ -35,6 +36,8 @@ def estimate_work(
     """
     count = _Count(traced, chip)
     count.add(traced.block, 1)
+    if kernels is None:
+        kernels = find_kernel_work(traced.jaxpr, math.prod(traced.axis_sizes.values()))
     return Work(
         origin='jaxpr',
         chip=chip.name,
@@ -42,7 +45,7 @@ def estimate_work(
         matmul_seconds=None,
         other_seconds=None,
         other_bytes=count.other_bytes,
-        kernels=tuple(find_kernel_work(traced.jaxpr) if kernels is None else kernels),
+        kernels=tuple(kernels),
         collectives=list_collectives(traced),
         host_bytes=count.host_bytes,
         layers=layers,

@@ -13,6 +13,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel,
     splash_attention_mask,
 )
+from jax.sharding import Mesh, PartitionSpec as P
 
 from meshwright import costs_of_text
 from meshwright.time import find_kernel_work, read_work
@@ -294,10 +295,21 @@ def test_attention_by_cudnn(monkeypatch):
         out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation='cudnn')
         return jnp.sum(out.astype(jnp.float32))
 
+    grad = jax.grad(loss, (0, 1, 2))
     q, k = (jax.ShapeDtypeStruct((2, 512, n, 64), jnp.bfloat16) for n in (8, 2))
-    works = find_kernel_work(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(q, k, k))
     product = 2 * 2 * 8 * 512 * 512 * 64 / 2  # half of the positions are seen
-    assert [work.flops for work in works] == [2 * product, 5 * product]
+    whole = find_kernel_work(jax.make_jaxpr(grad)(q, k, k))
+    assert [work.flops for work in whole] == [2 * product, 5 * product]
+    # jax gives each of 2 devices one of the 2 examples, as a shard_map does.
+    shared = find_kernel_work(jax.make_jaxpr(grad)(q, k, k), num_devices=2)
+    rows = P('data')
+    mesh = Mesh(jax.devices()[:2], ('data',))
+    local = jax.shard_map(grad, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+    mapped = find_kernel_work(jax.make_jaxpr(local)(q, k, k), num_devices=2)
+    assert [(work.flops, work.nbytes) for work in shared] == [
+        (work.flops, work.nbytes) for work in mapped
+    ]
+    assert [work.flops for work in mapped] == [product, 2.5 * product]
 
 
 def test_layers_that_choose_between_kernels_count_what_they_run():
