@@ -1,4 +1,4 @@
-"""Text that others wrote: files, JSON of a limited depth, and text without control characters."""
+"""What others wrote: files, folders, JSON of a limited depth, text without control characters."""
 
 from __future__ import annotations
 
@@ -52,6 +52,18 @@ def read_regular_file(path: str | os.PathLike[str], most: int) -> tuple[bytes, i
             return opened.read(most), mode
     finally:
         os.close(file)
+
+
+def is_own_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a folder of this user, and no link.
+
+    Where all users can write, such as in /tmp, another one may have made something of its name.
+    """
+    try:
+        about = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid()
 
 
 def printable(text: str) -> str:

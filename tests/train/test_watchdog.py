@@ -184,7 +184,7 @@ def test_an_invalid_limit(name, value):
 def places(tmp_path, monkeypatch):
     """What another user has made in the folder for temporary files, with a link to `mine`."""
     monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path / 'tmp'))
-    logs, mine = tmp_path / f'tmp/meshwright-logs-{os.getuid()}', tmp_path / 'mine'
+    logs, mine = tmp_path / f'tmp/meshwright-logs-{os.geteuid()}', tmp_path / 'mine'
     (tmp_path / 'tmp').mkdir()
     mine.mkdir()
     return logs, mine
@@ -201,9 +201,9 @@ def test_logs_and_stacks_are_not_written_where_another_user_says(places, monkeyp
     logs.unlink()
     assert output._folder_of_logs() == output._folder_of_logs() == logs
     assert logs.stat().st_mode & 0o777 == 0o700
-    user = os.getuid() + 1
+    user = os.geteuid() + 1
     theirs = logs.rename(logs.with_name(f'meshwright-logs-{user}'))
-    monkeypatch.setattr(os, 'getuid', lambda: user)
+    monkeypatch.setattr(os, 'geteuid', lambda: user)
     assert output._folder_of_logs() != theirs
 
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import stat
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from partitioning.untrusted_text import is_own_folder
 
 
 class _Terminal:
@@ -84,11 +85,10 @@ def begin(index: int, folder: str | os.PathLike[str] | None = None) -> Path:
 
 def _folder_of_logs() -> Path:
     """The folder of this user, or a new one if another user has made something of that name."""
-    folder = Path(tempfile.gettempdir()) / f'meshwright-logs-{os.getuid()}'
+    folder = Path(tempfile.gettempdir()) / f'meshwright-logs-{os.geteuid()}'
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    about = folder.lstat()
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
+    if not is_own_folder(folder):
         return Path(tempfile.mkdtemp(prefix='meshwright-logs-'))
     folder.chmod(0o700)  # Whoever can write to it could make a link in the place of a log.
     return folder

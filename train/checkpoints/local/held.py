@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import stat
 import threading
 from collections.abc import Callable, Collection, Iterator
 
 from etils import epath
 
+from partitioning.untrusted_text import is_own_folder
 from train.checkpoints.local.parts import Key
 from train.checkpoints.steps.finding import delete_step, examine, find_steps, make_room
 from train.checkpoints.steps.record import unfinished_file
@@ -47,7 +47,7 @@ class HeldParts:
 
     def _look(self, start: str) -> Iterator[tuple[epath.Path, int, Key]]:
         slots = self._directory / start
-        for slot in slots.iterdir() if _is_own_folder(slots) else ():
+        for slot in slots.iterdir() if is_own_folder(slots) else ():
             if not slot.name.isdecimal() or int(slot.name) % self._count != self._slot:
                 continue
             for parts in slot.iterdir():
@@ -113,16 +113,3 @@ class HeldParts:
         for folder in [*folders, start]:
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
-
-
-def _is_own_folder(path: epath.Path) -> bool:
-    """Whether it is a folder of this user.
-
-    Where all users can write, such as in /dev/shm, another one may make one that has the name of a
-    start, with parts of another state.
-    """
-    try:
-        about = os.lstat(path)
-    except FileNotFoundError:
-        return False
-    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid()
