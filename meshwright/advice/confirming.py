@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from meshwright.advice.candidates import REMOVED, Advised, Candidate, Told, Variant
-from meshwright.advice.figures import Measured
+from meshwright.advice.figures import LESS, Measured
 from meshwright.advice.subject import with_change
 from meshwright.advice.trials import Trials
 from meshwright.causes.cause import ConstraintRemoval, Effect
@@ -18,7 +18,6 @@ _TOLD = 3  # changes that only the author can write and that are compiled
 # A change that sends or holds so little is told, although it holds a little more, or sends more.
 _MUCH_LESS, _HELD_LESS = 0.8, 0.9
 _FAR_LESS, _HARDLY = 0.7, 1.1  # the same for constraints and layouts
-_LESS = 0.97  # of what another change sends
 _EXPERTS = 3  # layouts of experts that are compiled although they do not help by formula
 
 
@@ -123,7 +122,7 @@ def _outdoes(variant: Variant, told: Told) -> bool:
     if variant.compiled is None or told.effect is None or not variant.gone & told.gone:
         return False
     (_, sends), (_, holds) = variant.compiled.sent, variant.compiled.peak
-    return sends < _LESS * told.effect.sent[1] and holds <= told.effect.peak[1]
+    return sends < LESS * told.effect.sent[1] and holds <= told.effect.peak[1]
 
 
 def _is_worth(one: Told, effect: Effect) -> bool:
@@ -139,19 +138,17 @@ def _is_worth(one: Told, effect: Effect) -> bool:
 
 def _sends_far_less(after: Measured, before: Measured) -> bool:
     """Whether a function sends far less than before, and holds hardly more."""
-    known = after.seconds is not None and before.seconds is not None
-    slower = known and after.seconds > before.seconds  # type: ignore[operator]
+    then, now = after.times(before) or (0.0, 0.0)
     return (
-        after.sent < _FAR_LESS * before.sent and after.peak < _HARDLY * before.peak and not slower
+        after.sent < _FAR_LESS * before.sent and after.peak < _HARDLY * before.peak and now <= then
     )
 
 
 def _effect(before: Measured, after: Measured) -> Effect:
-    known = before.seconds is not None and after.seconds is not None
     return Effect(
         sent=(before.sent, after.sent),
         peak=(before.peak, after.peak),
-        seconds=(before.seconds, after.seconds) if known else None,  # type: ignore[arg-type]
+        seconds=after.times(before),
     )
 
 

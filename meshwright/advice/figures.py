@@ -33,7 +33,7 @@ _MORE_PEAK, _MOST = 1.05, 0.25  # the same for the peak by formula
 _UNNEEDED = 1.5  # how often more a program sends if its layouts have spread wrongly or do not fit
 # A change lowers a figure to this share, so that it is worth a person's time, and raises others to
 # this one.
-_LESS, MORE = 0.97, 1.01
+LESS, MORE = 0.97, 1.01
 
 Key = tuple[str, tuple[str, ...], tuple[str, ...], str]
 Part = tuple[object, ...]  # a part of a key
@@ -210,10 +210,16 @@ class Measured:
     def is_better(self, before: Measured) -> bool:
         """Whether it lowers a figure of another one by 3%, and raises none by more than 1%."""
         pairs = [(self.sent, before.sent), (self.peak, before.peak)]
-        if self.seconds is not None and before.seconds is not None:
-            pairs.append((self.seconds, before.seconds))
-        lower = any(after < _LESS * figure for after, figure in pairs)
+        if (times := self.times(before)) is not None:
+            pairs.append((times[1], times[0]))
+        lower = any(after < LESS * figure for after, figure in pairs)
         return lower and all(after <= MORE * figure for after, figure in pairs)
+
+    def times(self, before: Measured) -> tuple[float, float] | None:
+        """The forecast times of another one and of this one; None if the chip has no model."""
+        if self.seconds is None or before.seconds is None:
+            return None
+        return before.seconds, self.seconds
 
     def gone(self, before: Measured) -> frozenset[Key]:
         """The exchanges of another one that are gone, and not only there with other arrays.

@@ -11,11 +11,13 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from meshwright.advice.candidates import Match
 from meshwright.advice.figures import Estimate
 from meshwright.advice.subject import Layout, Subject
-from meshwright.causes.cause import ConstraintChange
+from meshwright.causes.cause import ConstraintChange, Effect
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.explaining import Explanation
 from meshwright.causes.layouts import axes_of_row, sharding_of_row
@@ -100,6 +102,21 @@ class FunctionView:
                 for operand in (*near.operands, near):
                     if operand.argument:
                         self.parameters[operand.argument] += nbytes / (2 + number)
+
+    # Exchanges
+
+    def num_devices(self, axes: Iterable[str]) -> int:
+        """The number of devices along mesh axes."""
+        return math.prod(self.sizes.get(axis, 1) for axis in axes)
+
+    def sent_by(self, match: Match) -> float:
+        """The bytes of the exchanges that come from a place."""
+        return sum(c.total_bytes for c, e in self.exchanges if match.fits(c, e))
+
+    def saving(self, nbytes: float) -> Effect:
+        """What a change does with which a device sends so many bytes less, and holds the same."""
+        peak = self.base.peak
+        return Effect(sent=(self.sends, self.sends - nbytes), peak=(peak, peak))
 
     # Where arrays come from
 

@@ -12,7 +12,6 @@ texts, and sum the loss over the devices. So can it sum its own rows of x, whose
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from meshwright.advice.candidates import GATHERS as GATHERING, Match, Told
 from meshwright.advice.figures import LEAST_SAVED, shape_of
 from meshwright.advice.function_view import LEAST, FunctionView
 from meshwright.advice.of_collectives import Reduced
-from meshwright.causes.cause import CodeChange, Effect, over
+from meshwright.causes.cause import CodeChange, over
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.implied_exchanges import exchange_axes
 from meshwright.jaxpr.primitives import ELEMENTWISE, GATHERS, MOVES, names_in
@@ -68,7 +67,7 @@ def find_alike(view: FunctionView) -> Iterator[Told]:
 
 def _read(view: FunctionView, step: Step) -> _Alike | None:
     made, axes = step.outputs[0], tuple(exchange_axes(step))
-    n = math.prod(view.sizes.get(axis, 1) for axis in axes)
+    n = view.num_devices(axes)
     if step.place.is_backward or n == 1 or step.params.get('axis_index_groups'):
         return None
     if not step.params.get('tiled') or made.nbytes < LEAST:
@@ -128,11 +127,10 @@ def _tell(view: FunctionView, one: _Alike) -> Iterator[Told]:
     line, axes = one.gather.line, over(one.axes)
     shapes = frozenset(shape_of(v) for v in (*one.gather.inputs, *one.gather.outputs))
     match = Match(axes=one.axes, kinds=_KINDS, lines=frozenset([line]), shapes=shapes)
-    moved = sum(c.total_bytes for c, e in view.exchanges if match.fits(c, e))
+    moved = view.sent_by(match)
     if moved <= LEAST_SAVED * view.sends:
         return
     rows = f'the gather at {line} gives all {one.n} devices along {axes} all rows'
-    peak = view.base.peak
     if one.product is None:
         shape = one.gather.inputs[0].shape
         why = (
@@ -161,5 +159,5 @@ def _tell(view: FunctionView, one: _Alike) -> Iterator[Told]:
         line=line,
         why=why,
         change=CodeChange(source=line, text=text),
-        effect=Effect(sent=(view.sends, view.sends - moved), peak=(peak, peak)),
+        effect=view.saving(moved),
     )

@@ -260,7 +260,7 @@ def find_missing_rows(view: FunctionView) -> Candidate | None:
         if is_meant_for_rows(axis, view.values, parameters)
     )
     wanted = (*now, *axes)
-    if not axes or largest.shape[0] % math.prod(view.sizes[a] for a in wanted):
+    if not axes or largest.shape[0] % view.num_devices(wanted):
         return None
     same = [r for r in view.batch if r.shape[0] == largest.shape[0] and axes_of_row(r)[0] == now]
     parts: list[SingleChange] = [_batch(same, wanted, axes), *_constraints(view, now, wanted)]

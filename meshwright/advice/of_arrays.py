@@ -74,7 +74,7 @@ def _permuted(step: Step, view: FunctionView) -> Told | None:
     is_kept = row is not None and row.path in view.subject.returned
     if row is not None and row.role != 'other' and is_kept:  # a lookup in a table
         return None
-    n, line = math.prod(view.sizes[a] for a in axes), step.line
+    n, line = view.num_devices(axes), step.line
     each, rest = given.shape[d] // n, ', '.join(str(given.shape[k]) for k in kept)
     lines, shapes = frozenset([line]), frozenset([shape_of(given)])
     return Told(

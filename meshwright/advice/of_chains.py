@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -134,9 +133,9 @@ def _whole(view: FunctionView, root: Value) -> tuple[Layout, Axes]:
     now = [tuple(a for a in own or () if view.sizes[a] > 1) for own in root.axes]
     axes = tuple(a for own in now[-2:] for a in own)
     layout = [*now[:-2], (), ()]
-    n = math.prod(view.sizes[a] for a in axes)
+    n = view.num_devices(axes)
     for d, own in enumerate(now[:-2]):
-        if root.shape[d] % (n * math.prod(view.sizes[a] for a in own)) == 0:
+        if root.shape[d] % (n * view.num_devices(own)) == 0:
             layout[d] = (*own, *axes)
             break
     return tuple(layout), axes

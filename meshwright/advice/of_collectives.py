@@ -20,7 +20,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -134,7 +133,7 @@ def _kept_parts(view: FunctionView) -> Iterator[_Kept]:
         if not (gathers or step.name in PSUMS) or step.params.get('axis_index_groups'):
             continue
         axes: Axes = tuple(exchange_axes(step))
-        n = math.prod(view.sizes.get(axis, 1) for axis in axes)
+        n = view.num_devices(axes)
         for number, made in enumerate(step.outputs):
             if made.shard_bytes(view.sizes) < LEAST or not made.manual or n == 1:
                 continue
@@ -200,7 +199,7 @@ def _part(
 ) -> int | None:
     """The dimension whose part at the place of the device is one of as many parts, or None."""
     cut = [d for d, (a, b) in enumerate(zip(whole.shape, part.shape, strict=True)) if a != b]
-    n = math.prod(view.sizes.get(axis, 1) for axis in axes)
+    n = view.num_devices(axes)
     if len(cut) != 1 or whole.shape[cut[0]] != n * part.shape[cut[0]]:
         return None
     pending = [places[cut[0]]]
@@ -249,7 +248,7 @@ def find_early_sums(view: FunctionView) -> Iterator[Told]:
         if step.name not in PSUMS or step.place.is_backward or step.params.get('axis_index_groups'):
             continue
         axes: Axes = tuple(exchange_axes(step))
-        n = math.prod(view.sizes.get(axis, 1) for axis in axes)
+        n = view.num_devices(axes)
         for given, made in zip(step.inputs, step.outputs, strict=True):
             if n == 1 or not made.manual or made.shard_bytes(view.sizes) < LEAST:
                 continue

@@ -8,14 +8,13 @@ Each device could project its own rows, and gather 128 numbers of each in place 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from meshwright.advice.candidates import GATHERS as GATHERING, Match, Told
 from meshwright.advice.figures import LEAST_SAVED, shape_of
 from meshwright.advice.function_view import LEAST, FunctionView
-from meshwright.causes.cause import CodeChange, Effect, over
+from meshwright.causes.cause import CodeChange, over
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.implied_exchanges import KINDS, exchange_axes
 from meshwright.jaxpr.primitives import GATHERS
@@ -43,7 +42,7 @@ def find_early_gathers(view: FunctionView) -> Iterator[Told]:
     groups: dict[Axes, list[_Early]] = {}
     for step in view.steps:
         axes: Axes = tuple(exchange_axes(step)) if step.name in GATHERS else ()
-        n = math.prod(view.sizes.get(axis, 1) for axis in axes)
+        n = view.num_devices(axes)
         made = step.outputs[0] if n > 1 else None
         if made is None or step.place.is_backward or step.params.get('axis_index_groups'):
             continue
@@ -67,7 +66,7 @@ def _tell(view: FunctionView, axes: Axes, group: list[_Early]) -> Iterator[Told]
             lines=frozenset([one.step.line]),
             shapes=frozenset([shape_of(made), shape_of(one.step.inputs[0])]),
         )
-        moved = sum(c.total_bytes for c, e in view.exchanges if match.fits(c, e))
+        moved = view.sent_by(match)
         left = sum(v.shard_bytes(view.sizes) for v in one.later) / made.shard_bytes(view.sizes)
         saved += (1 - left) * moved
         matches.append(match)
@@ -85,7 +84,6 @@ def _tell(view: FunctionView, axes: Axes, group: list[_Early]) -> Iterator[Told]
             f'only, and gather the result, {small.shape}{more}'
         ),
     )
-    peak = view.base.peak
     for one, match in zip(group, matches, strict=True):
         yield Told(
             match=match,
@@ -96,7 +94,7 @@ def _tell(view: FunctionView, axes: Axes, group: list[_Early]) -> Iterator[Told]
                 f'{one.later[0].shape}, at {_line_beside(view, one.later[0], one.step)}'
             ),
             change=change,
-            effect=Effect(sent=(view.sends, view.sends - saved), peak=(peak, peak)),
+            effect=view.saving(saved),
         )
 
 

@@ -12,7 +12,6 @@ in the numbers, and gather the cache. They see it if the sentences are a dimensi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -57,7 +56,7 @@ def find_grouped_rows(view: FunctionView) -> Iterator[Told]:
         (d,) = dims
         axes = tuple(a for a in given.axes[d] or () if view.sizes[a] > 1)
         groups = _groups(step.inputs[1], given.shape[d], view) if axes else None
-        n = math.prod(view.sizes[a] for a in axes)
+        n = view.num_devices(axes)
         if groups is not None and groups.number % n == 0:
             found[key] = _tell(view, step, given, d, groups)
     yield from found.values()

@@ -8,13 +8,12 @@ Two of the 258 rows are of other devices. `jax.lax.ppermute` sends only these.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from meshwright.advice.candidates import GATHERS as GATHERING, Match, Told
 from meshwright.advice.figures import shape_of
 from meshwright.advice.function_view import LEAST, FunctionView
-from meshwright.causes.cause import CodeChange, Effect, over
+from meshwright.causes.cause import CodeChange, over
 from meshwright.jaxpr.implied_exchanges import exchange_axes
 from meshwright.jaxpr.primitives import ELEMENTWISE, GATHERS, MOVES
 from meshwright.jaxpr.values import Step
@@ -31,7 +30,7 @@ def find_halos(view: FunctionView) -> Iterator[Told]:
         if step.name not in GATHERS or step.place.is_backward or not step.params.get('tiled'):
             continue
         axes, made = tuple(exchange_axes(step)), step.outputs[0]
-        n = math.prod(view.sizes.get(axis, 1) for axis in axes)
+        n = view.num_devices(axes)
         if n == 1 or step.params.get('axis_index_groups') or made.nbytes < LEAST:
             continue
         d = step.params['all_gather_dimension']
@@ -65,11 +64,11 @@ def _slices(view: FunctionView, gather: Step, d: int) -> list[Step]:
 
 
 def _tell(view: FunctionView, step: Step, keeps: Step, kept: int, own: int) -> Told:
-    line, made, peak = step.line, step.outputs[0], view.base.peak
+    line, made = step.line, step.outputs[0]
     d, axes = step.params['all_gather_dimension'], tuple(exchange_axes(step))
     shapes = frozenset(shape_of(v) for v in (*step.inputs, made))
     match = Match(axes=axes, kinds=_KINDS, lines=frozenset([line]), shapes=shapes)
-    moved = sum(c.total_bytes for c, e in view.exchanges if match.fits(c, e))
+    moved = view.sent_by(match)
     others, where = kept - own, view.line_of(keeps)
     saved = moved * (1 - others / (made.shape[d] - own))
     array = array_at(line, ('all_gather',))
@@ -89,5 +88,5 @@ def _tell(view: FunctionView, step: Step, keeps: Step, kept: int, own: int) -> T
             'itself'
         ),
         change=CodeChange(source=line, text=text),
-        effect=Effect(sent=(view.sends, view.sends - saved), peak=(peak, peak)),
+        effect=view.saving(saved),
     )

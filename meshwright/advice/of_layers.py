@@ -92,7 +92,7 @@ def _is_gathered_once(view: FunctionView, path: str, axes: Axes) -> bool:
 
 def _held(view: FunctionView, path: str, axes: Axes) -> int:
     """The bytes that a device holds more of a parameter once it is gathered."""
-    n = math.prod(view.sizes.get(axis, 1) for axis in axes)
+    n = view.num_devices(axes)
     return view.rows[path].bytes_per_device * (n - 1)
 
 
@@ -200,7 +200,7 @@ def _shard_layers(
     ordered = sorted(found.values(), key=lambda pair: -pair[0].bytes_per_device)
     (row, layout), rest = ordered[0], len(ordered) - 1
     axes, line = axes_of_row(row)[0], step.line
-    n, peak = math.prod(view.sizes.get(axis, 1) for axis in axes), view.base.peak
+    n, peak = view.num_devices(axes), view.base.peak
     held = sum((n - 1) * r.bytes_per_device for r, _ in ordered)
     held -= sum(n * r.bytes_per_device // r.shape[0] for r, _ in ordered)
     more = f' and {rest} more' if rest else ''

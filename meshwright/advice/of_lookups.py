@@ -20,7 +20,7 @@ from meshwright.advice.candidates import GATHERS, SUMS, Candidate, Match, Told
 from meshwright.advice.figures import LEAST_SAVED, shape_of
 from meshwright.advice.function_view import LEAST, FunctionView
 from meshwright.advice.subject import Layout
-from meshwright.causes.cause import CodeChange, Effect, LayoutChange, over
+from meshwright.causes.cause import CodeChange, LayoutChange, over
 from meshwright.causes.layouts import axes_of_row
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.implied_exchanges import ADDED
@@ -146,7 +146,7 @@ def _more(view: FunctionView, one: _Projected) -> float:
     backward = [step for step in view.steps if step.place.is_backward]
     if not backward or any(s.name in SCATTERS and s.line == one.step.line for s in backward):
         return 0.0
-    n = math.prod(view.sizes[a] for a in one.axes)
+    n = view.num_devices(one.axes)
     rows = 2 * one.given.shape[0] + one.sums  # summed over devices, and gathered for each sum
     return (n - 1) / n * rows * one.width * one.given.nbytes / one.given.size
 
@@ -162,13 +162,12 @@ def _tell(view: FunctionView, line: str, group: list[_Projected]) -> Iterator[To
         )
         if match in matches:
             continue
-        moved = sum(c.total_bytes for c, e in view.exchanges if match.fits(c, e))
+        moved = view.sent_by(match)
         saved += (1 - one.width / one.given.shape[1]) * moved - _more(view, one)
         matches.append(match)
     if saved <= LEAST_SAVED * view.sends:
         return
     wide, narrow, where = first.given.shape[1], first.width, view.line_of(first.products[0])
-    peak = view.base.peak
     for match in matches:
         yield Told(
             match=match,
@@ -185,7 +184,7 @@ def _tell(view: FunctionView, line: str, group: list[_Projected]) -> Iterator[To
                     f'move, and not of {wide:,}'
                 ),
             ),
-            effect=Effect(sent=(view.sends, view.sends - saved), peak=(peak, peak)),
+            effect=view.saving(saved),
         )
 
 

@@ -81,7 +81,7 @@ def _reorder(view: FunctionView, product: Value) -> SplitChange | None:
     for pair in zip(left, right, strict=True):
         dims = [value.dims[d] for value, d in zip(operands, pair, strict=True)]
         axes = {a for dim in dims if dim is not None for a in dim.axes} - {*view.rows_axes}
-        devices = math.prod(view.sizes.get(a, 1) for a in axes)
+        devices = view.num_devices(axes)
         if devices == 1 or None in dims:
             continue
         found = [_find_split(v, dim) for v, dim in zip(operands, dims, strict=True) if dim]
@@ -220,7 +220,7 @@ class _Search:
             parts = [f for f in factors.inputs[0][d] if factors.sizes[f] > 1]
             if not axes or not parts:
                 continue
-            n = math.prod(self.view.sizes[a] for a in axes)
+            n = self.view.num_devices(axes)
             made = next(o for o, dim in enumerate(factors.outputs[0]) if parts[0] in dim)
             merged = [f for f in factors.outputs[0][made] if factors.sizes[f] > 1]
             if len(parts) > 1 and factors.sizes[parts[0]] % n:

@@ -9,7 +9,6 @@ not its array to each of the other devices.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -38,7 +37,7 @@ def find_summed_gathers(view: FunctionView) -> Iterator[Told]:
     """Finds these gathers, with what their devices would send in one sum."""
     for step in view.steps:
         axes: Axes = tuple(exchange_axes(step)) if step.name in GATHERS else ()
-        n = math.prod(view.sizes.get(axis, 1) for axis in axes)
+        n = view.num_devices(axes)
         if n < _FEWEST or step.place.is_backward or step.params.get('axis_index_groups'):
             continue
         made, d = step.outputs[0], step.params['all_gather_dimension']

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from meshwright.advice.candidates import Match, Told
 from meshwright.advice.figures import LEAST_SAVED, shape_of
 from meshwright.advice.function_view import LEAST, FunctionView
-from meshwright.causes.cause import CodeChange, Effect, over
+from meshwright.causes.cause import CodeChange, over
 from meshwright.causes.wording import spec_text
 from meshwright.jaxpr.primitives import names_in
 from meshwright.jaxpr.values import Axes, Step, Value, item_size
@@ -230,7 +230,7 @@ def _tell(one: _Operation, written: _Written, view: FunctionView) -> Told | None
     after = written.share * now + written.nbytes * max((c.count for c in gone), default=1)
     if now - after <= LEAST_SAVED * view.sends:
         return None
-    peak, dims = view.base.peak, ' and '.join(map(str, one.whole))
+    dims = ' and '.join(map(str, one.whole))
     needs = (
         f'{one.step.name} at {line} needs dimension{"s" if len(one.whole) > 1 else ""} {dims} of '
         f'{given.shape} whole'
@@ -246,5 +246,5 @@ def _tell(one: _Operation, written: _Written, view: FunctionView) -> Told | None
         line=line,
         why=why,
         change=CodeChange(source=line, text=written.text),
-        effect=Effect(sent=(view.sends, view.sends - now + after), peak=(peak, peak)),
+        effect=view.saving(now - after),
     )

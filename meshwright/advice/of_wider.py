@@ -19,7 +19,7 @@ from typing import NamedTuple
 from meshwright.advice.candidates import Match, Told
 from meshwright.advice.figures import LEAST_SAVED, shape_of
 from meshwright.advice.function_view import LEAST, FunctionView
-from meshwright.causes.cause import CodeChange, Effect, over
+from meshwright.causes.cause import CodeChange, over
 from meshwright.jaxpr.implied_exchanges import KINDS, exchange_axes
 from meshwright.jaxpr.memory_estimate import short_type
 from meshwright.jaxpr.primitives import ELEMENTWISE, names_in
@@ -72,10 +72,10 @@ def _tell(
     view: FunctionView, axes: Axes, group: Mapping[tuple[int, ...], tuple[Step, _Cut]]
 ) -> Iterator[Told]:
     """What to write for the exchanges of a line, by their shapes, if what it saves is worth it."""
-    saved, peak = 0.0, view.base.peak
+    saved = 0.0
     for shape, (step, cut) in group.items():
         match = _match(view, axes, step, cut, frozenset([shape]))
-        moved = sum(c.total_bytes for c, e in view.exchanges if match.fits(c, e))
+        moved = view.sent_by(match)
         saved += (1 - cut.nbytes / step.inputs[0].shard_bytes(view.sizes)) * moved
     if saved <= LEAST_SAVED * view.sends:
         return
@@ -93,7 +93,7 @@ def _tell(
             f'computed from {given_small} by itself, at {widened}{more}'
         ),
         change=CodeChange(source=line, text=_text(step, cut, line, widened, small)),
-        effect=Effect(sent=(view.sends, view.sends - saved), peak=(peak, peak)),
+        effect=view.saving(saved),
     )
 
 

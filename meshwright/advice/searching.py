@@ -111,6 +111,17 @@ _TOLD: tuple[Callable[[FunctionView], Iterator[Told]], ...] = (
     find_misfits,
     find_uneven,
 )
+# What needs the exchanges of the compiled program. The trace shows enough for the others.
+_OF_COMPILED = (
+    find_scanned_stacks,
+    find_gathered_results,
+    find_missing_specs,
+    find_whole_operations,
+    find_wider_exchanges,
+    find_loop_gathers,
+    find_uneven,
+)
+TOLD_BY_TRACE = tuple(find for find in _TOLD if find not in _OF_COMPILED)
 _STEPS = 9000  # the steps of all estimates together
 _FEWEST, _MOST = 6, 30  # estimates
 # The share of the bytes that another layout of a parameter has to save, and the layout of most.
@@ -189,7 +200,7 @@ def with_effect(view: FunctionView, one: Told) -> Told:
     with contextlib.suppress(Exception):  # an operation that cannot be traced again
         if one.trial is not None and (changed := one.trial()) is not None:
             made = estimate_call(changed, view.subject.mesh, view.laid_out.slices or None)
-    moved = sum(c.total_bytes for c, e in view.exchanges if one.match.fits(c, e))
+    moved = view.sent_by(one.match)
     if made is not None:
         after = made.sent * max(1.0, view.sends / base.sent) if base.sent else view.sends
         if made.sent >= base.sent and one.removes:  # formulas do not see the exchange

@@ -7,26 +7,13 @@ product of small factors, is in the trace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from jax.sharding import AxisType, Mesh
 
-from meshwright.advice.candidates import Told
 from meshwright.advice.figures import estimate_program
 from meshwright.advice.function_view import FunctionView
-from meshwright.advice.of_alike import find_alike
-from meshwright.advice.of_arrays import find_flattened, find_permuted_rows
-from meshwright.advice.of_chains import find_chains
-from meshwright.advice.of_collectives import find_early_sums, find_kept_parts
-from meshwright.advice.of_early_gathers import find_early_gathers
-from meshwright.advice.of_groups import find_grouped_rows
-from meshwright.advice.of_halos import find_halos
-from meshwright.advice.of_lookups import find_early_lookups
-from meshwright.advice.of_products import find_merged_factors
-from meshwright.advice.of_repeats import find_repeated
-from meshwright.advice.of_reshapes import find_misfits
-from meshwright.advice.of_summed_gathers import find_summed_gathers
-from meshwright.advice.searching import with_effect
+from meshwright.advice.searching import TOLD_BY_TRACE, with_effect
 from meshwright.advice.subject import make_subject
 from meshwright.calls.held import HeldArray
 from meshwright.causes.evidence import Evidence
@@ -39,22 +26,6 @@ from meshwright.program.collectives import Collective
 from partitioning.plan.findings import Finding
 
 _LEAST = 0.1  # the share of what a device sends that a change has to save by formula
-_FINDERS: tuple[Callable[[FunctionView], Iterator[Told]], ...] = (
-    find_grouped_rows,
-    find_permuted_rows,
-    find_merged_factors,
-    find_kept_parts,
-    find_halos,
-    find_summed_gathers,
-    find_alike,
-    find_early_gathers,
-    find_early_lookups,
-    find_chains,
-    find_early_sums,
-    find_repeated,
-    find_flattened,
-    find_misfits,
-)
 
 
 def find_needless_exchanges(
@@ -72,7 +43,7 @@ def find_needless_exchanges(
     view, seen = _view(traced, mesh, held), set[str]()
     if not view.sends:
         return
-    for find in _FINDERS:
+    for find in TOLD_BY_TRACE:
         for told in find(view):
             told = told if told.effect is not None else with_effect(view, told)
             if told.effect is None or told.line in seen or not told.line:
