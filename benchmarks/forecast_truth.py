@@ -61,8 +61,8 @@ _ORIGINS = {'jaxpr': 'traced steps', 'compiler': 'compiled steps'}
 # What rows with large errors lack, as far as it is known.
 LACKS = {
     'h100-256-fuji7b-v2': (
-        'without the bias of its framework, its own program is 3% too fast; the bias is that of '
-        'rows of a version before'
+        'without the bias of its framework, its own program is 3% too fast; the bias was fitted '
+        'on an older version'
     ),
     'v5e-512-fuji70b-v2': (
         'our program computes more again than its own, whose forecast is 0.4% off without the bias '

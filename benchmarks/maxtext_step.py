@@ -92,7 +92,7 @@ _FLAGS = {
 
 
 def list_settings(run: ShippedRun, devices: int) -> dict[str, Any]:
-    """The settings of MaxText for a run on so many devices."""
+    """The settings with which MaxText makes the step of a run, on a number of devices."""
     layout = {
         'ici_fsdp_parallelism': -1,
         'allow_split_physical_axes': True,
@@ -111,7 +111,7 @@ def schedule_maxtext(run: ShippedRun, python: str, source: str) -> dict[str, Any
       source: the folder with the package `maxtext`.
 
     Raises:
-      RuntimeError: if there is no step.
+      RuntimeError: if MaxText ended before its step was compiled, with its last words.
     """
     chip, shape = parse_topology(run.topology)
     settings = list_settings(run, math.prod(shape))

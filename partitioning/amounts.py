@@ -37,12 +37,9 @@ def bytes_strs(*counts: float, beside: float = 0) -> list[str]:
         return made
     if min(counts) >= 0.01 * 2**30:
         return [f'{count / 2**30:,.2f} GiB' for count in counts]
+    divisor, unit = (2**20, 'MiB') if beside >= 1e9 else (1e6, 'MB')
     return [
-        f'{count / 2**20:,.1f} MiB'
-        if text.endswith('GiB') and beside >= 1e9
-        else f'{count / 1e6:,.1f} MB'
-        if text.endswith('GiB')
-        else text
+        f'{count / divisor:,.1f} {unit}' if text.endswith('GiB') else text
         for count, text in zip(counts, made, strict=True)
     ]
 
